@@ -1,0 +1,227 @@
+# Licensed under the Apache License 2.0, see the LICENSE file.
+
+"""The model description: every architectural choice as one flat dataclass, free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+MoERouter = Literal["topk_softmax", "softmax_topk", "sigmoid"]
+
+
+def find_multiple(n: int, k: int) -> int:
+    """Return the smallest multiple of `k` that is not below `n`."""
+    assert k > 0
+    return -(-n // k) * k
+
+
+@dataclass
+class Config:
+    """Architecture of one model.
+
+    Field names up to `rope_indices` are LitGPT's; the ones after it state explicitly what LitGPT infers from the name
+    of a model. Sizes are counts of elements, windows and lengths are counts of tokens.
+
+    Raises:
+        ValueError: fields that contradict each other; the message carries the numbers.
+    """
+
+    name: str = ""
+    hf_config: dict[str, Any] = field(default_factory=dict)
+    # Sizes
+    block_size: int = 4096
+    n_layer: int = 16
+    n_embd: int = 4096
+    vocab_size: int = 50254
+    padding_multiple: int = 512
+    padded_vocab_size: int | None = None
+    # Block: structure and norms
+    norm_class_name: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    norm_eps: float = 1e-5
+    norm_qk: bool = False
+    norm_qk_type: Literal["default", "olmo2"] = "default"  # per head | over the full width
+    post_attention_norm: bool = False
+    post_mlp_norm: bool = False
+    parallel_residual: bool = True
+    shared_attention_norm: bool = False
+    # Attention
+    n_head: int = 32
+    head_size: int | None = None
+    n_query_groups: int | None = None
+    attn_bias: bool = False
+    attention_scores_scalar: float | None = None
+    sliding_window_size: int | None = None
+    sliding_window_indices: list[int] | None = None  # per layer: 1 = sliding, 0 = global
+    attention_logit_softcapping: float | None = None
+    # Rotary embedding
+    rope_base: float = 10000
+    rotary_percentage: float = 0.25
+    rope_condense_ratio: float = 1
+    rope_adjustments: dict[str, Any] | None = None
+    rope_interleave: bool = False
+    # MLP
+    intermediate_size: int | None = None
+    moe_intermediate_size: int | None = None
+    bias: bool = True
+    mlp_class_name: Literal["GptNeoxMLP", "LLaMAMLP", "GemmaMLP", "LLaMAMoE"] = "GptNeoxMLP"
+    gelu_approximate: str = "none"
+    n_expert: int = 0
+    n_shared_expert: int | None = None
+    n_expert_groups: int | None = None
+    n_topk_groups: int | None = None
+    n_topk_scores_per_group: int | None = None
+    n_expert_per_token: int = 0
+    first_k_dense_replace: int | None = None
+    routed_scaling_factor: float = 1.0
+    norm_topk_prob: bool = False
+    # Before and after the blocks
+    scale_embeddings: bool = False
+    lm_head_bias: bool = False
+    final_logit_softcapping: float | None = None
+    norm_1: bool = True
+    norm_2: bool = True
+    latent_attention: dict[str, Any] | None = None
+    rope_local_base_freq: float | None = None
+    rope_indices: list[int] | None = None  # per layer: 0 = rope_base, 1 = rope_local_base_freq, -1 = no rotation
+
+    # Explicit where LitGPT guesses from the name
+    family: str | None = None  # the row of the key tables, named as Hugging Face's `model_type`
+    prompt_style: str | None = None  # named style for checkpoints without a chat template
+    tie_embeddings: bool = False  # `lm_head.weight` is `transformer.wte.weight`
+    norm_unit_offset: bool = False  # RMSNorm multiplies by (1 + weight)
+    norm_affine: bool = True  # LayerNorm has a weight
+    norm_bias: bool = True  # LayerNorm has a bias (only with `norm_affine`)
+    attn_proj_bias: bool | None = None  # None: as `bias`
+    mlp_bias: bool | None = None  # None: as `bias`
+    attention_sinks: bool = False  # one learned extra logit a head takes part in the softmax
+    attention_multiplier: float | None = None  # scale of the scores; None: attention_scores_scalar or head size, ** -0.5
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logit_multiplier: float = 1.0
+    moe_router: MoERouter | None = None  # None: "sigmoid" with expert groups, else "topk_softmax", as LitGPT does
+    moe_router_bias: bool = False
+    moe_correction_bias: bool = False  # added to the scores for choosing experts, never for weighing them
+    moe_indices: list[int] | None = None  # per layer: 1 = MoE, 0 = dense; None: all after `first_k_dense_replace`
+    swiglu_limit: float | None = None  # gate and up are clamped to it, gate * sigmoid(1.702 * gate) * (up + 1)
+
+    def __post_init__(self) -> None:
+        self.name = self.name or str(self.hf_config.get("name", ""))
+        if self.head_size is None:
+            if self.n_embd % self.n_head:
+                raise ValueError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}: give head_size")
+            self.head_size = self.n_embd // self.n_head
+        if self.padded_vocab_size is None:
+            self.padded_vocab_size = find_multiple(self.vocab_size, self.padding_multiple)
+        else:
+            self.vocab_size = min(self.vocab_size, self.padded_vocab_size)
+        if self.n_query_groups is None:
+            self.n_query_groups = self.n_head
+        if self.n_query_groups < 1 or self.n_head % self.n_query_groups:
+            raise ValueError(f"n_head {self.n_head} is not a multiple of n_query_groups {self.n_query_groups}")
+        if self.intermediate_size is None:
+            if self.mlp_class_name == "LLaMAMLP":
+                raise ValueError(f"config {self.name!r} needs intermediate_size: a LLaMAMLP has no default for it")
+            self.intermediate_size = 4 * self.n_embd
+        self.rope_n_elem = int(self.rotary_percentage * self.head_size)
+        if self.sliding_window_size is not None:
+            self.sliding_window_indices = self._per_layer("sliding_window_indices", 1)
+        if self.rope_local_base_freq is not None or self.rope_indices is not None:
+            default = 1 if self.rope_local_base_freq is not None else 0
+            self.rope_indices = self._per_layer("rope_indices", default)
+        if self.moe_indices is not None:
+            self.moe_indices = self._per_layer("moe_indices", 1)
+        if self.latent_attention is not None:
+            self._read_latent_attention(self.latent_attention)
+        if self.mlp_class_name == "LLaMAMoE":
+            self._check_moe()
+
+    def _per_layer(self, name: str, default: int) -> list[int]:
+        """The field `name` as one entry a layer; a longer list keeps its beginning, as LitGPT allows."""
+        values = getattr(self, name)
+        if values is None:
+            return [default] * self.n_layer
+        if len(values) < self.n_layer:
+            raise ValueError(f"{name} has {len(values)} entries for {self.n_layer} layers")
+        allowed = (-1, 0, 1) if name == "rope_indices" else (0, 1)
+        values = [int(v) for v in values[: self.n_layer]]
+        if any(v not in allowed for v in values):
+            raise ValueError(f"{name} must hold only {allowed}, got {sorted(set(values))}")
+        return values
+
+    def _read_latent_attention(self, latent: dict[str, Any]) -> None:
+        needed = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+        if missing := [key for key in needed if not latent.get(key)]:
+            raise ValueError(f"latent_attention lacks {', '.join(missing)}")
+        if self.n_head != self.n_query_groups:
+            raise ValueError(f"latent attention needs n_query_groups {self.n_query_groups} == n_head {self.n_head}")
+        self.q_lora_rank: int | None = latent.get("q_lora_rank")
+        self.kv_lora_rank: int = latent["kv_lora_rank"]
+        self.qk_rope_head_dim: int = latent["qk_rope_head_dim"]
+        self.qk_nope_head_dim: int = latent["qk_nope_head_dim"]
+        self.v_head_dim: int = latent["v_head_dim"]
+        self.qk_head_dim = self.qk_rope_head_dim + self.qk_nope_head_dim
+        self.rope_n_elem = self.qk_rope_head_dim
+
+    def _check_moe(self) -> None:
+        if self.moe_intermediate_size is None:
+            self.moe_intermediate_size = self.intermediate_size
+        if not 0 < self.n_expert_per_token <= self.n_expert:
+            raise ValueError(f"n_expert_per_token {self.n_expert_per_token} must be in 1..n_expert {self.n_expert}")
+        if self.n_expert_groups is not None:
+            if self.n_expert % self.n_expert_groups:
+                raise ValueError(f"n_expert {self.n_expert} is not a multiple of n_expert_groups {self.n_expert_groups}")
+            if self.n_topk_groups is None or not 0 < self.n_topk_groups <= self.n_expert_groups:
+                raise ValueError(f"n_topk_groups {self.n_topk_groups} must be in 1..{self.n_expert_groups}")
+            per_group = self.n_expert // self.n_expert_groups
+            if self.n_topk_scores_per_group is not None and self.n_topk_scores_per_group > per_group:
+                raise ValueError(f"n_topk_scores_per_group {self.n_topk_scores_per_group} exceeds {per_group} a group")
+        if self.moe_router is None:
+            self.moe_router = "sigmoid" if self.n_expert_groups else "topk_softmax"
+
+    # What a layer is made of
+
+    def layer_window(self, block_idx: int) -> int | None:
+        """Sliding window of a layer in tokens, None for global attention."""
+        if self.sliding_window_size is None or self.sliding_window_indices is None:
+            return None
+        return self.sliding_window_size if self.sliding_window_indices[block_idx] else None
+
+    def layer_rope(self, block_idx: int) -> int:
+        """Which rotary table a layer uses: 0 global, 1 local, -1 none."""
+        return 0 if self.rope_indices is None else self.rope_indices[block_idx]
+
+    def layer_is_moe(self, block_idx: int) -> bool:
+        """Whether a layer's MLP is a mixture of experts."""
+        if self.mlp_class_name != "LLaMAMoE":
+            return False
+        if self.moe_indices is not None:
+            return bool(self.moe_indices[block_idx])
+        return block_idx >= (self.first_k_dense_replace or 0)
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor on the attention scores before softcap and softmax."""
+        if self.attention_multiplier is not None:
+            return self.attention_multiplier
+        if self.latent_attention is not None:
+            return self.qk_head_dim**-0.5
+        size = self.attention_scores_scalar or self.head_size
+        assert size is not None
+        return size**-0.5
+
+    @property
+    def mlp_class(self) -> type:
+        """The MLP class of `litgpt.model` that `mlp_class_name` names."""
+        import litgpt.model
+
+        return getattr(litgpt.model, self.mlp_class_name)
+
+    @property
+    def norm_class(self) -> Any:
+        """A callable `(size, eps=...) -> nn.Module` for this model's norms."""
+        from functools import partial
+
+        import litgpt.layers
+
+        return partial(litgpt.layers.build_norm, self)

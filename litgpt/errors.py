@@ -1,0 +1,19 @@
+# Licensed under the Apache License 2.0, see the LICENSE file.
+
+"""Errors that a person can cause and mend: one line that says what is wrong and one that says what to do."""
+
+from __future__ import annotations
+
+
+class UserError(ValueError):
+    """A mistake or a circumstance outside the program; shown as `error:` and `hint:`, never as a traceback.
+
+    Args:
+        message: what is wrong, with the values that matter.
+        hint: what to do about it.
+    """
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(f"{message} ({hint})" if hint else message)
+        self.message = message
+        self.hint = hint
