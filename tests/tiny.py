@@ -8,12 +8,17 @@ are small and differ from each other wherever the architecture allows it, so a m
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from litgpt.model import GPT
 
 
 @dataclass(frozen=True)
@@ -239,6 +244,16 @@ def save_tiny(name: str, folder: Path, seed: int = 0, **overrides: Any) -> Any:
     model = tiny_hf_model(name, seed, **overrides)
     model.save_pretrained(folder)
     return model
+
+
+@functools.lru_cache(maxsize=None)
+def tiny_pair(name: str) -> tuple[Any, GPT]:
+    """Return a row's `transformers` model and ours, loaded from the same folder. Shared by all tests: do not change them."""
+    from litgpt.model import GPT
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = save_tiny(name, Path(folder))
+        return model, GPT.from_checkpoint(folder)
 
 
 def random_ids(shape: tuple[int, ...], seed: int = 0, vocab_size: int = _COMMON["vocab_size"]) -> Tensor:

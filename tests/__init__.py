@@ -1,0 +1,1 @@
+# Licensed under the Apache License 2.0, see the LICENSE file.
