@@ -4,8 +4,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from litgpt.errors import UserError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 MoERouter = Literal["topk_softmax", "softmax_topk", "sigmoid"]
 
@@ -95,7 +102,9 @@ class Config:
     attn_proj_bias: bool | None = None  # None: as `bias`
     mlp_bias: bool | None = None  # None: as `bias`
     attention_sinks: bool = False  # one learned extra logit a head takes part in the softmax
-    attention_multiplier: float | None = None  # scale of the scores; None: attention_scores_scalar or head size, ** -0.5
+    attention_multiplier: float | None = (
+        None  # scale of the scores; None: attention_scores_scalar or head size, ** -0.5
+    )
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logit_multiplier: float = 1.0
@@ -170,7 +179,9 @@ class Config:
             raise ValueError(f"n_expert_per_token {self.n_expert_per_token} must be in 1..n_expert {self.n_expert}")
         if self.n_expert_groups is not None:
             if self.n_expert % self.n_expert_groups:
-                raise ValueError(f"n_expert {self.n_expert} is not a multiple of n_expert_groups {self.n_expert_groups}")
+                raise ValueError(
+                    f"n_expert {self.n_expert} is not a multiple of n_expert_groups {self.n_expert_groups}"
+                )
             if self.n_topk_groups is None or not 0 < self.n_topk_groups <= self.n_expert_groups:
                 raise ValueError(f"n_topk_groups {self.n_topk_groups} must be in 1..{self.n_expert_groups}")
             per_group = self.n_expert // self.n_expert_groups
@@ -178,6 +189,27 @@ class Config:
                 raise ValueError(f"n_topk_scores_per_group {self.n_topk_scores_per_group} exceeds {per_group} a group")
         if self.moe_router is None:
             self.moe_router = "sigmoid" if self.n_expert_groups else "topk_softmax"
+
+    # Where a config comes from
+
+    @classmethod
+    def from_hf(cls, source: Mapping[str, Any] | str | Path, **kwargs: Any) -> Self:
+        """Read Hugging Face's `config.json`.
+
+        Args:
+            source: the parsed file, the file, or the folder it is in.
+            kwargs: fields that win over the file.
+
+        Raises:
+            UserError: the file is missing, damaged, of an unknown `model_type`, or says something unknown.
+        """
+        from litgpt.families.from_hf import read_config
+
+        fields = read_config(source) | kwargs
+        try:
+            return cls(**fields)
+        except ValueError as error:
+            raise UserError(f"config.json of type {fields['family']!r} contradicts itself: {error}") from error
 
     # What a layer is made of
 
