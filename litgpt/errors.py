@@ -17,3 +17,7 @@ class UserError(ValueError):
         super().__init__(f"{message} ({hint})" if hint else message)
         self.message = message
         self.hint = hint
+
+
+class UsageError(UserError):
+    """A command line that cannot be understood; the same in every way, but the exit code is 2."""

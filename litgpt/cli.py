@@ -1,0 +1,167 @@
+# Licensed under the Apache License 2.0, see the LICENSE file.
+
+"""From a function's signature to a command line, through jsonargparse."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import platform
+import re
+import sys
+import tempfile
+import types
+import typing
+from argparse import ArgumentError
+from collections.abc import Callable, Iterator
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.request import urlopen
+
+from litgpt.errors import UsageError
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
+
+    from litgpt.__main__ import Command
+
+
+def run(name: str, command: Command, argv: list[str]) -> None:
+    """Parse `argv` by the signature of a command's function and call it.
+
+    Args:
+        name: the command's name.
+        command: its row of the table.
+        argv: the arguments after the command's name.
+
+    Raises:
+        UsageError: the arguments do not fit the signature.
+    """
+    function = load(command.target)
+    parser = build_parser(name, function)
+    with _local_configs(argv) as argv, _hidden_secrets(argv):
+        try:
+            config = parser.parse_args(argv)
+        except ArgumentError as error:
+            if command.fallback is None or "arguments are required" not in str(error):
+                raise _usage_error(name, function, error) from error
+            config = _parse_with_fallback(name, command.fallback, function, parser, argv)
+        arguments = parser.instantiate(config).as_dict()
+    arguments.pop("config")
+    function(**arguments)
+
+
+def load(target: str) -> Callable[..., Any]:
+    """Import the function that `"module:function"` names."""
+    module, _, function = target.partition(":")
+    return getattr(import_module(module), function)
+
+
+def build_parser(name: str, function: Callable[..., Any]) -> ArgumentParser:
+    """Return the parser of a command: required parameters are positional, the others are options."""
+    import jsonargparse
+
+    # Abbreviated options stay allowed: scripts written for LitGPT may use them.
+    parser = jsonargparse.ArgumentParser(prog=f"litgpt {name}", exit_on_error=False, allow_abbrev=True)
+    parser.add_argument("--config", action="config", help="YAML file or URL with values for these options.")
+    parser.add_function_arguments(function, as_positional=True, fail_untyped=False)
+    return parser
+
+
+def version() -> None:
+    """Print the versions of litgpt, Python and the packages that matter for a report."""
+    from litgpt import __version__
+
+    lines = [f"litgpt {__version__}", f"python {platform.python_version()} on {platform.platform()}"]
+    for package in ("torch", "lightning", "safetensors", "tokenizers", "huggingface_hub", "gguf"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            lines.append(f"{package} {metadata.version(package)}")
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _parse_with_fallback(
+    name: str, fallback: str, function: Callable[..., Any], parser: ArgumentParser, argv: list[str]
+) -> Any:
+    """Parse again with the checkpoint that is there without asking for one."""
+    path = load(fallback)()
+    if path is None:
+        raise UsageError(
+            "no checkpoint is given, and the demo model is not installed",
+            f"name one: `litgpt {name} PATH_OR_REPO`; or get the demo model: `python -m litgpt.scripts.demo`",
+        )
+    try:
+        return parser.parse_args([str(path), *argv])
+    except ArgumentError as error:
+        raise _usage_error(name, function, error) from error
+
+
+def _usage_error(name: str, function: Callable[..., Any], error: ArgumentError) -> UsageError:
+    """Turn what the parser says, which may be many lines, into one line and a hint."""
+    text = error.message if isinstance(getattr(error, "message", None), str) else str(error)
+    see = f"see `litgpt {name} --help`"
+    hints = typing.get_type_hints(function)
+    options = [f"--{option}" for option in hints if option != "return"]
+    if unknown := re.match(r"unrecognized arguments: (\S+)", text):
+        close = difflib.get_close_matches(unknown[1].split("=")[0].replace("-", "_").replace("__", "--", 1), options)
+        return UsageError(text, f"did you mean {close[0]}? {see}" if close else see)
+    wrong = re.search(r'Parser key "([\w.]+)":', text)
+    value = re.search(r"(?:Given|Got) value: (.*)", text)
+    if wrong and value and wrong[1] in hints:
+        return UsageError(f"--{wrong[1]} takes {_readable(hints[wrong[1]])}, not {value[1].strip()!r}", see)
+    return UsageError(text, see)
+
+
+def _readable(hint: Any) -> str:
+    """A type as a person would write its values: `Literal["a", "b"] | None` is `a, b or null`."""
+    if hint is type(None):
+        return "null"
+    if typing.get_origin(hint) is typing.Literal:
+        return ", ".join("null" if value is None else str(value) for value in typing.get_args(hint))
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(_readable(part) for part in typing.get_args(hint))
+    names = {bool: "true or false", int: "an integer", float: "a number", str: "text", Path: "a path"}
+    return names.get(hint, str(hint).replace("<class '", "").replace("'>", ""))
+
+
+@contextlib.contextmanager
+def _local_configs(argv: list[str]) -> Iterator[list[str]]:
+    """`argv` with the configuration files that are given as URLs replaced by local copies."""
+    with contextlib.ExitStack() as stack:
+        local = []
+        for index, arg in enumerate(argv):
+            option, _, value = arg.rpartition("=") if arg.startswith("--config=") else ("", "", arg)
+            is_config = option or (index and argv[index - 1] == "--config")
+            if is_config and value.startswith(("http://", "https://")):
+                value = stack.enter_context(_fetched(value))
+            local.append(f"{option}={value}" if option else value)
+        yield local
+
+
+@contextlib.contextmanager
+def _fetched(url: str) -> Iterator[str]:
+    """A temporary copy of a small text file from the web."""
+    try:
+        with urlopen(url, timeout=30) as response:
+            content = response.read()
+    except OSError as error:
+        raise UsageError(f"cannot read the configuration {url}: {error}", "check the address") from error
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.yaml"
+        path.write_bytes(content)
+        yield str(path)
+
+
+@contextlib.contextmanager
+def _hidden_secrets(argv: list[str]) -> Iterator[None]:
+    """Keep access tokens out of what `--print_config` prints, even one that is given on the same line."""
+    if not any(arg.split("=")[0] == "--print_config" for arg in argv):
+        yield
+        return
+    shown = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(shown):
+            yield
+    finally:
+        sys.stdout.write(re.sub(r"(access_token:).*", r"\1 null", shown.getvalue()))

@@ -1,0 +1,39 @@
+# Licensed under the Apache License 2.0, see the LICENSE file.
+
+"""Which optional packages are installed. Each name is looked up on first use, and nothing is imported for it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+# Name in this module -> (module to look for, extra of this package that brings it)
+_OPTIONAL = {
+    "GGUF_AVAILABLE": ("gguf", "gguf"),
+    "SENTENCEPIECE_AVAILABLE": ("sentencepiece", "sentencepiece"),
+    "FASTAPI_AVAILABLE": ("fastapi", "serve"),
+    "LM_EVAL_AVAILABLE": ("lm_eval", "eval"),
+    "BITSANDBYTES_AVAILABLE": ("bitsandbytes", "quantize"),
+    "TENSORBOARD_AVAILABLE": ("tensorboard", "loggers"),
+    "WANDB_AVAILABLE": ("wandb", "loggers"),
+    "MLFLOW_AVAILABLE": ("mlflow", "loggers"),
+}
+
+
+def is_available(module: str) -> bool:
+    """Return whether `module` could be imported, without importing it."""
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):  # a parent package is missing, or a stub without a spec was planted
+        return False
+
+
+def install_hint(module: str) -> str:
+    """Return the sentence that tells a person how to get an optional module."""
+    extra = next((extra for name, extra in _OPTIONAL.values() if name == module), None)
+    return f"pip install 'litgpt[{extra}]'" if extra else f"pip install {module}"
+
+
+def __getattr__(name: str) -> bool:
+    if name in _OPTIONAL:
+        return is_available(_OPTIONAL[name][0])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
