@@ -29,7 +29,7 @@ LAYERS: dict[int, list[str]] = {
     6: ["args", "data", "runtime"],
     7: ["generate", "train"],
     8: ["finetune", "pretrain", "api", "chat", "deploy", "eval", "scripts", "utils"],
-    9: ["__main__", "__init__"],
+    9: ["__main__", "__init__", "cli"],
 }
 
 # Functions whose own imports may point upward: conveniences that people look for on the lower class. By module.
