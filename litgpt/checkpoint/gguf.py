@@ -1,0 +1,105 @@
+# Licensed under the Apache License 2.0, see the LICENSE file.
+
+"""A GGUF file as a virtual Hugging Face folder: config.json, named tensors and tokenizer files."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from litgpt.checkpoint.gguf_config import build_hf_config
+from litgpt.checkpoint.gguf_layout import Origin, find_origins
+from litgpt.checkpoint.gguf_reader import read_gguf
+from litgpt.checkpoint.gguf_tokenizer import build_tokenizer_files
+from litgpt.checkpoint.types import TensorInfo
+from litgpt.errors import UserError
+
+FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class GGUFFile:
+    """What the Hugging Face folder of the same model would hold, read lazily from one GGUF (or a split one).
+
+    Args:
+        path: the file; of a split model, any of its parts.
+
+    Raises:
+        UserError: the `gguf` package is missing, or the file is no GGUF, damaged, truncated or incomplete.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        if importlib.util.find_spec("gguf") is None:
+            raise UserError("reading GGUF files needs the `gguf` package", "pip install 'litgpt[gguf]'")
+        self.path = Path(path)
+        self._metadata, self._stored = self._contents = read_gguf(self.path)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The file's own metadata by its own keys."""
+        return self._metadata
+
+    def hf_config(self) -> dict[str, Any]:
+        """The `config.json` that transformers would have, in the spelling of version 4.
+
+        Raises:
+            UserError: the architecture is not supported.
+        """
+        return build_hf_config(self._contents)
+
+    @cached_property
+    def _origins(self) -> dict[str, Origin]:
+        return find_origins(self.hf_config(), self._stored)
+
+    def tensors(self) -> dict[str, TensorInfo]:
+        """Hugging Face name -> shape and dtype of what `get` returns (float32 for quantized tensors).
+
+        Raises:
+            UserError: the architecture is not supported, or the file has tensors that the family does not.
+        """
+        infos = {}
+        for name, origin in self._origins.items():
+            stored = self._stored[origin.stored]
+            infos[name] = TensorInfo(origin.shape(stored), FLOAT_TYPES.get(stored.type_name, torch.float32))
+        return infos
+
+    def get(self, name: str) -> torch.Tensor:
+        """One tensor by its Hugging Face name, in Hugging Face layout.
+
+        Floating-point tensors keep their dtype and, where nothing has to be rearranged, share the mapped file's pages
+        (writing to them does not change the file); quantized ones become float32.
+        """
+        origin = self._origins[name]
+        stored = self._stored[origin.stored]
+        data = stored.data
+        if origin.expert is not None:
+            data = data[origin.expert]
+        if origin.rows is not None:
+            data = data[origin.rows]
+        tensor = _to_tensor(data, stored.type_name)
+        return tensor if origin.transform is None else origin.transform(tensor)
+
+    def tokenizer_files(self) -> dict[str, Any]:
+        """`tokenizer.json`, `tokenizer_config.json` and `generation_config.json`, each as a dict.
+
+        Raises:
+            UserError: the file has no tokenizer or one of a kind that is not supported.
+        """
+        return build_tokenizer_files(self._metadata)
+
+
+def _to_tensor(data: np.ndarray, type_name: str) -> torch.Tensor:
+    if type_name in FLOAT_TYPES:
+        return torch.from_numpy(data).view(FLOAT_TYPES[type_name])
+    from gguf import GGMLQuantizationType, dequantize
+
+    try:
+        return torch.from_numpy(dequantize(data, GGMLQuantizationType[type_name]))
+    except NotImplementedError:
+        raise UserError(
+            f"GGUF tensors of type {type_name} cannot be read", "use a file in another quantization, such as Q8_0"
+        ) from None
