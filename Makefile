@@ -14,7 +14,7 @@ TORCH_INDEX ?=
 ARGS ?=
 
 BIN := $(VENV)/bin
-PIP_INSTALL = $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint $(VENV)/constraints.txt
+PIP_INSTALL = $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint $(VENV)/constraints.txt
 QUESTION := Why is the sky blue? Answer in two sentences.
 
 .DEFAULT_GOAL := help
