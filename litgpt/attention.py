@@ -1,0 +1,210 @@
+# Licensed under the Apache License 2.0, see the LICENSE file.
+
+"""Attention over a view of the cache: the only place that decides visibility, builds a mask or picks a kernel.
+
+Where a token is stored and what is visible are independent. A view says which absolute position each of its slots
+holds, and a query at position `q` sees the slot of position `p` when `0 <= p <= q` and `p` lies inside the window (or
+is an attention sink kept by the cache). Slots that were never written, or that belong to a sequence since rewound,
+hold a position that no query sees.
+
+Letters in shapes: B batch, T new tokens, H query heads, G key/value groups, R = H / G, S slots, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from litgpt.layers import upcast
+
+QUERY_BLOCK = 512  # queries a block where scores are written out: bounds memory at QUERY_BLOCK * S instead of T * S
+
+
+class KVView(NamedTuple):
+    """What a cache shows to attention: full buffers and the position each slot holds.
+
+    Attributes:
+        k: `(B, G, S, D)` keys.
+        v: `(B, G, S, Dv)` values.
+        pos: `(B or 1, G or 1, S)` absolute position held by each slot, -1 for nothing.
+        live: host integer; slots from `live` on are empty in every row. None: not known on the host.
+        n_sink: positions below this are visible whatever the window.
+        key: names this layout of positions within a step, so that layers share masks. None: do not share.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    pos: torch.Tensor
+    live: int | None = None
+    n_sink: int = 0
+    key: Hashable = None
+
+
+@dataclass
+class Step:
+    """What one forward pass needs to know about positions. Built on the host, once for all layers.
+
+    Attributes:
+        pos: `(B, T)` absolute positions, -1 for padding; rows are padded on the right. `(1, T)` when all rows agree.
+        end: `(B,)` length of each row after the step, `(1,)` when all rows agree.
+        live: host integer, the longest row after the step. None: attend to full buffers under a mask.
+        start: host integer, the length of every row before the step, when all agree and none is padded.
+        fresh: every row starts at position 0.
+        lengths: row lengths after the step, to be committed by the cache once the forward pass succeeded.
+        last: `(B,)` index of each row's last new token, None when that is `T - 1` for every row.
+    """
+
+    pos: torch.Tensor
+    end: torch.Tensor
+    live: int | None = None
+    start: int | None = None
+    fresh: bool = False
+    lengths: list[int] | None = None
+    last: torch.Tensor | None = None
+    memo: dict[Hashable, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Number of new tokens T, padding included."""
+        return self.pos.size(1)
+
+    @property
+    def begin(self) -> torch.Tensor:
+        """`(B,)` length of each row before the step."""
+        return self.end - (self.pos >= 0).sum(dim=1)
+
+    @classmethod
+    def without_cache(cls, n_tokens: int, device: torch.device) -> Step:
+        """The step of a plain forward pass over `n_tokens` positions from 0."""
+        pos = torch.arange(n_tokens, device=device).unsqueeze(0)
+        end = torch.full((1,), n_tokens, device=device)
+        return cls(pos, end, live=n_tokens, start=0, fresh=True)
+
+    def visible(self, view: KVView, window: int | None) -> torch.Tensor:
+        """The mask `(B or 1, G or 1, T, S)`, True where a query may look; the only rule of visibility."""
+        # the slot count is part of the key only where it is a host fact: hashing a traced size would pin it
+        key = None if view.key is None else ("mask", view.key, view.live, window, view.n_sink)
+        if key is not None and key in self.memo:
+            return self.memo[key]
+        q, kv = self.pos[:, None, :, None], view.pos[:, :, None, :]
+        mask = (kv >= 0) & (kv <= q)
+        if window is not None:
+            in_window = kv > q - window
+            mask = mask & (in_window | (kv < view.n_sink) if view.n_sink else in_window)
+        if key is not None:
+            self.memo[key] = mask
+        return mask
+
+
+def attend(
+    q: torch.Tensor,
+    view: KVView,
+    step: Step,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend from `q` to what the view holds. Keys and values are used as stored, never repeated for grouped queries.
+
+    Args:
+        q: `(B, H, T, D)`.
+        view: the slots.
+        step: the positions of the queries.
+        scale: factor on the scores.
+        window: how many positions back a query sees, itself included; None for all.
+        softcap: scores become `softcap * tanh(score / softcap)`.
+        sinks: `(H,)` logits of the learned attention sinks.
+
+    Returns:
+        `(B, H, T, Dv)`. Rows of padding tokens hold finite values without meaning.
+    """
+    view = _live_slots(view)
+    if softcap is not None or sinks is not None:
+        return _attend_written_out(q, view, step, scale, window, softcap, sinks)
+    n_queries, n_slots = q.size(2), view.k.size(2)
+    grouped = q.size(1) != view.k.size(1)
+    if step.fresh and n_slots == n_queries and n_queries > 1 and (window is None or n_queries <= window):
+        # all rows start at 0, so slot s holds position s: the causal kernel needs no mask, ragged rows included
+        return _sdpa(q, view, None, scale, is_causal=True, grouped=grouped)
+    if n_queries > 1:
+        return _sdpa(q, view, step.visible(view, window), scale, is_causal=False, grouped=grouped)
+    # a single query a row: the heads of a group become its queries, which every kernel takes
+    folded = q.reshape(q.size(0), view.k.size(1), -1, q.size(3))  # (B, G, R, D)
+    mask = None if _all_visible(view, step, window) else step.visible(view, window)
+    y = _sdpa(folded, view, mask, scale, is_causal=False, grouped=False)
+    return y.reshape(q.size(0), q.size(1), 1, -1)
+
+
+def _live_slots(view: KVView) -> KVView:
+    """Cut the view to the slots that the host knows to be in use."""
+    live = view.live
+    if live is None or live >= view.k.size(2):
+        return view
+    return view._replace(k=view.k[:, :, :live], v=view.v[:, :, :live], pos=view.pos[..., :live])
+
+
+def _all_visible(view: KVView, step: Step, window: int | None) -> bool:
+    """Whether the host knows that one query a row sees every slot of the (cut) view."""
+    if step.start is None or step.size != 1 or view.key is None:
+        return False
+    return view.live == step.start + 1 == view.k.size(2) and (window is None or step.start < window)
+
+
+def _sdpa(
+    q: torch.Tensor, view: KVView, mask: torch.Tensor | None, scale: float, *, is_causal: bool, grouped: bool
+) -> torch.Tensor:
+    k, v = view.k, view.v
+    width = v.size(-1)
+    if q.size(2) > 1 and k.size(1) > 1 and width < k.size(-1):
+        v = F.pad(v, (0, k.size(-1) - width))  # equal widths, or the fused kernels step aside
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+    return y[..., :width]
+
+
+def _attend_written_out(
+    q: torch.Tensor,
+    view: KVView,
+    step: Step,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention with explicit scores, for what the fused kernels cannot do; a block of queries at a time."""
+    n_batch, n_head, n_queries, _ = q.shape
+    n_groups = view.k.size(1)
+    mask = step.visible(view, window)
+    out = []
+    for begin in range(0, n_queries, QUERY_BLOCK):
+        block = q[:, :, begin : begin + QUERY_BLOCK]
+        n = block.size(2)
+        # (B, G, R * n, S): the heads of a group share one matrix product
+        folded = block.reshape(n_batch, n_groups, -1, block.size(-1))
+        scores = upcast(folded @ view.k.mT) * scale
+        scores = scores.view(n_batch, n_groups, -1, n, view.k.size(2))
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        allowed = mask[:, :, None, begin : begin + QUERY_BLOCK]
+        # the lowest finite number, not -inf: a padding row sees nothing and must stay finite
+        scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
+        if sinks is not None:
+            sink = sinks.to(scores.dtype).view(1, n_groups, -1, 1, 1).expand(n_batch, -1, -1, n, 1)
+            scores = torch.cat((scores, sink), dim=-1)
+        weights = scores.softmax(dim=-1)
+        if sinks is not None:
+            weights = weights[..., :-1]
+        y = weights.to(view.v.dtype).flatten(2, 3) @ view.v  # (B, G, R * n, Dv)
+        out.append(y.view(n_batch, n_head, n, -1))
+    return out[0] if len(out) == 1 else torch.cat(out, dim=2)
+
+
+def build_mask_cache(max_seq_length: int, device: torch.device | None = None) -> torch.Tensor:
+    """A causal mask `(1, 1, L, L)`, True where visible, for code that wants one; the model itself builds none."""
+    ones = torch.ones((max_seq_length, max_seq_length), device=device, dtype=torch.bool)
+    return torch.tril(ones).unsqueeze(0).unsqueeze(0)

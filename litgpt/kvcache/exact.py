@@ -1,0 +1,115 @@
+# Licensed under the Apache License 2.0, see the LICENSE file.
+
+"""Exact caches: every position that attention can still see is kept.
+
+One class serves full attention (a slot a position), sliding windows (a ring) and latent attention (values alias keys):
+the sizes in the `LayerSpec` are all that differs. There is no state besides the buffers: which position a slot holds is
+a closed form of the row's length.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from litgpt.attention import KVView, Step
+from litgpt.kvcache.base import LayerCache
+
+
+class ExactCache(LayerCache):
+    """Slot `s` of a ring of `c` slots holds the largest position below the row's length that is `s` modulo `c`."""
+
+    def update(self, k: torch.Tensor, v: torch.Tensor | None, step: Step) -> KVView:
+        """Store the new keys and values, then show everything; see `LayerCache.update`."""
+        spec = self.spec
+        if step.size <= spec.slack or not spec.is_ring:
+            self._write(k, v, step)
+            live = None if step.live is None else min(step.live, spec.slots)
+            return KVView(*self.store.read(), self.slot_pos(step.end, step), live, spec.n_sink, spec.layout)
+        # A chunk longer than the slack would overwrite positions that its own first queries still see: attend to what
+        # the ring held before next to the chunk itself, then keep the tail. Only prefill comes here.
+        chunk_v = k[..., : spec.v_dim] if v is None else v
+        if step.fresh:
+            view = KVView(k, chunk_v, step.pos.unsqueeze(1), step.size, spec.n_sink, "chunk")
+        else:
+            # copies: the store is about to be overwritten, and gradients may still need what it held
+            old_k, old_v = self.store.read()
+            old_pos = self.slot_pos(step.begin, None)
+            pos = torch.cat((old_pos, step.pos.unsqueeze(1).expand(old_pos.size(0), -1, -1)), dim=2)
+            view = KVView(
+                torch.cat((old_k, k.to(old_k.dtype)), dim=2),
+                torch.cat((old_v, chunk_v.to(old_v.dtype)), dim=2),
+                pos,
+                n_sink=spec.n_sink,
+                key=("ring and chunk", spec.layout),
+            )
+        self._write_tail(k, v, step)
+        return view
+
+    def _write(self, k: torch.Tensor, v: torch.Tensor | None, step: Step) -> None:
+        spec, start = self.spec, step.start
+        if start is not None:
+            first = self.slot_of(start)
+            if first + step.size == self.slot_of(start + step.size - 1) + 1:  # no wrap inside the chunk
+                self.store.write_run(first, k, v)
+                return
+        key = ("slots", spec.layout)
+        if key not in step.memo:
+            step.memo[key] = self._slots(step.pos)
+        self.store.write(step.memo[key], k, v)
+
+    def _write_tail(self, k: torch.Tensor, v: torch.Tensor | None, step: Step) -> None:
+        """Keep what the ring can hold, and the sinks; the rest goes where padding goes."""
+        spec = self.spec
+        keep = (step.pos >= step.end.unsqueeze(1) - spec.ring) | (step.pos < spec.n_sink)
+        self.store.write(torch.where(keep, self._slots(step.pos), spec.slots), k, v)
+
+    def slot_of(self, position: int) -> int:
+        """Where a position is stored."""
+        n_sink = self.spec.n_sink
+        return position if position < n_sink else n_sink + (position - n_sink) % self.spec.ring
+
+    def _slots(self, pos: torch.Tensor) -> torch.Tensor:
+        """`slot_of` for a tensor `(B, T)`; padding goes to the extra slot."""
+        spec = self.spec
+        slots = spec.n_sink + torch.remainder(pos - spec.n_sink, spec.ring)
+        if spec.n_sink:
+            slots = torch.where(pos < spec.n_sink, pos, slots)
+        return torch.where(pos < 0, spec.slots, slots)
+
+    def slot_pos(self, end: torch.Tensor, step: Step | None) -> torch.Tensor:
+        """Positions held by the slots of rows of length `end`: `(B or 1, 1, S)`, -1 for nothing."""
+        spec = self.spec
+        key = ("positions", spec.layout)
+        if step is not None and key in step.memo:
+            return step.memo[key]
+        slot = torch.arange(spec.slots, device=end.device)
+        last = end.unsqueeze(1) - 1  # (B, 1)
+        if not spec.is_ring:
+            pos = torch.where(slot <= last, slot, -1)
+        else:
+            pos = last - torch.remainder(last - slot, spec.ring)
+            ok = pos >= spec.n_sink
+            if spec.n_sink:
+                pos, ok = torch.where(slot < spec.n_sink, slot, pos), torch.where(slot < spec.n_sink, slot <= last, ok)
+            pos = torch.where(ok, pos, -1)
+        pos = pos.unsqueeze(1)
+        if step is not None:
+            step.memo[key] = pos
+        return pos
+
+    def max_rewind(self, length: int, high: int) -> int:
+        """See `LayerCache.max_rewind`: beyond the slack, a ring that has wrapped has overwritten what would be needed."""
+        if high <= self.spec.slots:
+            return length
+        return min(length, self.spec.slack - (high - length))
+
+    def forget(self, row: int, start: int, stop: int) -> None:
+        """See `LayerCache.forget`."""
+        if not self.spec.is_ring:
+            self.store.forget(row, slice(start, min(stop, self.spec.slots)))
+        elif stop - start >= self.spec.slots:
+            self.store.forget(row, slice(0, self.spec.slots))
+        else:
+            slots = sorted({self.slot_of(p) for p in range(start, stop)})
+            device = next(self.store.buffers()).device
+            self.store.forget(row, torch.tensor(slots, dtype=torch.long, device=device))

@@ -1,0 +1,557 @@
+# Licensed under the Apache License 2.0, see the LICENSE file.
+
+"""The model: one plain GPT, from token ids to logits, for every config.
+
+Letters in shapes: B batch, T tokens of this step, S slots of the cache, C embedding width `n_embd`, V padded vocabulary,
+H query heads `n_head`, G key/value groups `n_query_groups`, D head size, R latent rank `kv_lora_rank`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn as nn
+
+from litgpt import kvcache
+from litgpt.attention import KVView, Step, attend, build_mask_cache
+from litgpt.config import Config
+from litgpt.kvcache import LayerCache as KVCache
+from litgpt.kvcache import batched_index_select
+from litgpt.layers import (
+    GemmaMLP,
+    GptNeoxMLP,
+    LayersBase,
+    LLaMAMLP,
+    LLaMAMoE,
+    RMSNorm,
+    StackedLinear,
+)
+from litgpt.rope import Rope, RopeRows, apply_rope, build_rope_cache, rotate
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = [
+    "GPT",
+    "Block",
+    "CausalSelfAttention",
+    "Config",
+    "GemmaMLP",
+    "GptNeoxMLP",
+    "KVCache",
+    "LLaMAMLP",
+    "LLaMAMoE",
+    "Layers",
+    "MultiheadLatentAttention",
+    "RMSNorm",
+    "apply_rope",
+    "batched_index_select",
+    "build_mask_cache",
+    "build_rope_cache",
+]
+
+LATENT_ABSORB_LIMIT = 170  # queries a step below which scoring in the latent space is cheaper than expanding it
+EXPAND_BYTES = 64 * 2**20  # latent keys and values are expanded for as many heads at once as fit in this
+
+
+class Layers(LayersBase):
+    """Says how the parts of a model are made. Variants override the parts that differ."""
+
+    def attention(self, config: Config, block_idx: int) -> nn.Module:
+        """The attention of a block."""
+        made = CausalSelfAttention if config.latent_attention is None else MultiheadLatentAttention
+        return made(config, block_idx, self)
+
+    def mlp(self, config: Config, block_idx: int) -> nn.Module:
+        """The feed-forward network of a block: dense, or a mixture of experts where the config has one."""
+        path = f"h.{block_idx}.mlp"
+        if config.layer_is_moe(block_idx):
+            return LLaMAMoE(config, path, self)
+        if config.mlp_class_name == "LLaMAMoE":
+            return LLaMAMLP(config, path=path, layers=self)
+        return config.mlp_class(config, path=path, layers=self)
+
+
+class GPT(nn.Module):
+    """A decoder-only language model.
+
+    Args:
+        config: what it is made of.
+        layers: how its parts are made; default: this class's `layers_class`.
+    """
+
+    config_class: type[Config] = Config
+    layers_class: type[Layers] = Layers
+
+    def __init__(self, config: Config, layers: Layers | None = None) -> None:
+        super().__init__()
+        layers = layers or self.layers_class()
+        assert config.padded_vocab_size is not None
+        self.config = config
+        self.lm_head = layers.linear(
+            config, "lm_head", "head", config.n_embd, config.padded_vocab_size, config.lm_head_bias
+        )
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(config.padded_vocab_size, config.n_embd),
+                "h": nn.ModuleList(Block(config, i, layers) for i in range(config.n_layer)),
+                "ln_f": layers.norm(config, "ln_f", config.n_embd),
+            }
+        )
+        if config.tie_embeddings:
+            self.tie_weights()
+        self.rope = Rope(config)
+        self.kv_cache: kvcache.KVCache | None = None
+        self._max_seq_length = config.block_size
+
+    # Making one
+
+    @classmethod
+    def from_name(cls, name: str, **kwargs: Any) -> Self:
+        """A model with random weights by the name of its config; `kwargs` override fields."""
+        return cls(cls.config_class.from_name(name, **kwargs))
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | Path,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Load a model, ready to run: strict, in eval mode.
+
+        Args:
+            path: a Hugging Face folder, a `.gguf` file, a LitGPT folder or a repository id.
+            dtype: dtype of the weights, default the checkpoint's.
+            device: where they go, default the CPU.
+            **kwargs: fields of the config to override.
+
+        Raises:
+            UserError: the checkpoint is missing, damaged or of an unknown kind.
+        """
+        from litgpt.checkpoint.convert import load_model
+        from litgpt.checkpoint.hub import resolve
+
+        return load_model(resolve(path), gpt_class=cls, dtype=dtype, device=device, **kwargs)
+
+    def tie_weights(self) -> None:
+        """Make the head's weight and the embedding one parameter."""
+        head = getattr(self.lm_head, "linear", self.lm_head)  # a variant may wrap the map
+        head.weight = self.transformer.wte.weight
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draw the weights of one module; use as `gpt.apply(gpt._init_weights)`."""
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, mean=0.0, std=0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, mean=0.0, std=0.02)
+        elif isinstance(module, StackedLinear):
+            module.reset_parameters()
+
+    # Running it
+
+    def forward(
+        self,
+        idx: torch.Tensor,
+        input_pos: torch.Tensor | None = None,
+        input_pos_maxp1: int | None = None,
+        lm_head_chunk_size: int = 0,
+        *,
+        cache: kvcache.KVCache | None = None,
+        step: Step | None = None,
+        last_only: bool = False,
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """Logits of the next token at each position.
+
+        Args:
+            idx: `(B, T)` token ids.
+            input_pos: `(T,)` or `(B, T)` positions of the tokens in the cache made by `set_kv_cache`, contiguous within
+                a row; starting again at 0 starts a new sequence.
+            input_pos_maxp1: largest position plus 1, if the caller knows it; saves attending to unused slots.
+            lm_head_chunk_size: with a value above 0, a list of logits for so many positions each.
+            cache: the cache of this request; its lengths are committed when the forward pass succeeded.
+            step: `cache.plan(...)`, default T new tokens in every row.
+            last_only: only the logits of each row's last new token.
+
+        Returns:
+            `(B, T, V)`, or `(B, 1, V)` with `last_only`, or a list of `(B, <= chunk, V)`.
+
+        Raises:
+            ValueError: too many tokens or rows, positions outside the cache, or token ids outside the embedding.
+        """
+        if input_pos is not None:
+            cache, step = self._step_from_positions(idx, input_pos, input_pos_maxp1)
+        elif cache is not None and step is None:
+            step = cache.plan(idx.size(1))
+        elif cache is None and idx.size(1) > self.max_seq_length:
+            raise ValueError(f"cannot forward {idx.size(1)} tokens: the maximum length is {self.max_seq_length}")
+        logits = self.run(idx, step, cache, last_only=last_only, lm_head_chunk_size=lm_head_chunk_size)
+        if cache is not None and step is not None:
+            cache.commit(step)
+        return logits
+
+    def run(
+        self,
+        idx: torch.Tensor,
+        step: Step | None = None,
+        cache: kvcache.KVCache | None = None,
+        *,
+        last_only: bool = False,
+        lm_head_chunk_size: int = 0,
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """`forward` without its bookkeeping: checks and commits nothing, so it compiles to one graph."""
+        if step is None:
+            step = Step.without_cache(idx.size(1), idx.device)
+        x = self.embed(idx)
+        length = step.size if cache is None else cache.max_length
+        rows = self.rope.rows(step.pos, length, x.dtype)
+        for i, block in enumerate(self.transformer.h):
+            x = block(x, rows[i], step, None if cache is None else cache.layers[i])
+        if last_only:
+            x = x[:, -1:] if step.last is None else x.gather(1, step.last.view(-1, 1, 1).expand(-1, 1, x.size(-1)))
+        x = self.transformer.ln_f(x)
+        if lm_head_chunk_size > 0:
+            return [self.head(chunk) for chunk in x.split(lm_head_chunk_size, dim=1)]
+        return self.head(x)
+
+    def embed(self, idx: torch.Tensor) -> torch.Tensor:
+        """Token ids `(B, T)` -> `(B, T, C)`."""
+        wte = self.transformer.wte
+        if not torch.compiler.is_compiling() and not idx.is_cuda and idx.device.type != "meta":
+            low, high = (int(v) for v in idx.aminmax()) if idx.numel() else (0, 0)  # no device to wait for
+            if low < 0 or high >= wte.num_embeddings:
+                bad = low if low < 0 else high
+                raise ValueError(f"token id {bad} is outside the embedding of {wte.num_embeddings} rows")
+        x = wte(idx)
+        scale = self.config.embedding_multiplier
+        if self.config.scale_embeddings:
+            scale *= self.config.n_embd**0.5
+        if scale != 1.0:
+            x = x * torch.tensor(scale, dtype=x.dtype)  # rounded to the model's dtype, as in training
+        return x
+
+    def head(self, x: torch.Tensor) -> torch.Tensor:
+        """Final hidden states `(B, T, C)` -> logits `(B, T, V)`."""
+        logits = self.lm_head(x)
+        if self.config.logit_multiplier != 1.0:
+            logits = logits * self.config.logit_multiplier
+        if (cap := self.config.final_logit_softcapping) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    # The surface for code that sets one cache on the model
+
+    @property
+    def max_seq_length(self) -> int:
+        """Longest sequence in tokens; also the default length of `set_kv_cache`."""
+        return self._max_seq_length
+
+    @max_seq_length.setter
+    def max_seq_length(self, value: int) -> None:
+        if value > self.config.block_size:
+            raise ValueError(
+                f"max_seq_length {value} exceeds the model's context (block_size) {self.config.block_size}"
+            )
+        self._max_seq_length = value
+
+    def rope_cache(self, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine tables up to `max_seq_length`. The model computes its own from the positions of each step."""
+        config = self.config
+        return build_rope_cache(
+            self.max_seq_length,
+            config.rope_n_elem,
+            device,
+            config.rope_base,
+            config.rope_condense_ratio,
+            config.rope_adjustments,
+            config.rope_local_base_freq,
+        )
+
+    @property
+    def cos(self) -> torch.Tensor:
+        """Cosine table, see `rope_cache`."""
+        return self.rope_cache(self.transformer.wte.weight.device)[0]
+
+    @property
+    def sin(self) -> torch.Tensor:
+        """Sine table, see `rope_cache`."""
+        return self.rope_cache(self.transformer.wte.weight.device)[1]
+
+    def set_kv_cache(
+        self,
+        batch_size: int,
+        max_seq_length: int | None = None,
+        rope_cache_length: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Give the model a cache of its own, for forward passes with `input_pos`.
+
+        Args:
+            batch_size: rows.
+            max_seq_length: longest sequence, default `self.max_seq_length`.
+            rope_cache_length: accepted for compatibility; rotary angles need no cache.
+            device: default the weights' device.
+            dtype: default the weights' dtype.
+        """
+        weight = self.transformer.wte.weight
+        self.kv_cache = kvcache.KVCache.from_config(
+            self.config,
+            batch_size=batch_size,
+            max_length=max_seq_length or self.max_seq_length,
+            dtype=dtype or weight.dtype,
+            device=device or weight.device,
+        )
+
+    def clear_kv_cache(self) -> None:
+        """Drop the cache made by `set_kv_cache`."""
+        self.kv_cache = None
+
+    def _step_from_positions(
+        self, idx: torch.Tensor, input_pos: torch.Tensor, maxp1: int | None
+    ) -> tuple[kvcache.KVCache, Step]:
+        cache = self.kv_cache
+        if cache is None:
+            raise ValueError("input_pos needs a KV cache: call `gpt.set_kv_cache(batch_size)` first")
+        if idx.size(0) > cache.batch_size:
+            raise ValueError(f"a batch of {idx.size(0)} rows does not fit a KV cache of {cache.batch_size}")
+        pos = input_pos.unsqueeze(0) if input_pos.dim() == 1 else input_pos
+        if pos.shape != (pos.size(0), idx.size(1)) or pos.size(0) not in (1, idx.size(0)):
+            raise ValueError(f"input_pos {tuple(input_pos.shape)} does not fit tokens {tuple(idx.shape)}")
+        if maxp1 is None and not pos.is_cuda and not torch.compiler.is_compiling():
+            maxp1 = int(pos.max()) + 1
+        if maxp1 is not None and maxp1 > cache.max_length:
+            raise ValueError(f"position {maxp1 - 1} is outside the KV cache of {cache.max_length} positions")
+        if idx.size(0) < cache.batch_size:
+            pos = pos.expand(idx.size(0), -1)
+        return cache, Step(pos, pos[:, -1] + 1, live=maxp1)
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward network, each with its norms and a residual connection."""
+
+    layers_class: type[Layers] = Layers
+
+    def __init__(self, config: Config, block_idx: int, layers: Layers | None = None) -> None:
+        super().__init__()
+        if config.shared_attention_norm and not config.parallel_residual:
+            raise ValueError("shared_attention_norm needs parallel_residual: there is one norm for both branches")
+        layers = layers or self.layers_class()
+
+        def norm(name: str, wanted: bool) -> nn.Module:
+            return layers.norm(config, f"h.{block_idx}.{name}", config.n_embd) if wanted else nn.Identity()
+
+        self.norm_1 = norm("norm_1", config.norm_1)
+        self.attn = layers.attention(config, block_idx)
+        self.post_attention_norm = norm("post_attention_norm", config.post_attention_norm)
+        self.norm_2 = None if config.shared_attention_norm else norm("norm_2", config.norm_2)
+        self.mlp = layers.mlp(config, block_idx)
+        self.post_mlp_norm = norm("post_mlp_norm", config.post_mlp_norm)
+        self.config = config
+
+    def forward(self, x: torch.Tensor, rope: RopeRows | None, step: Step, cache: KVCache | None = None) -> torch.Tensor:
+        """`(B, T, C) -> (B, T, C)`.
+
+        Sequential: `h = x + attn(norm_1(x)); h + mlp(norm_2(h))`. Parallel: `x + attn(norm_1(x)) + mlp(norm_2(x))`,
+        where `norm_1` may serve both. Each branch may have a norm behind it too.
+        """
+        normed = self.norm_1(x)
+        branch = self.post_attention_norm(self.attn(normed, rope, step, cache))
+        if (multiplier := self.config.residual_multiplier) != 1.0:
+            branch = branch * multiplier
+        if self.config.parallel_residual:
+            mlp_in = normed if self.norm_2 is None else self.norm_2(x)
+            x = x + branch
+        else:
+            assert self.norm_2 is not None
+            x = x + branch
+            mlp_in = self.norm_2(x)
+        branch = self.post_mlp_norm(self.mlp(mlp_in))
+        return x + (branch if multiplier == 1.0 else branch * multiplier)
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head, grouped-query or multi-query attention."""
+
+    layers_class: type[Layers] = Layers
+
+    def __init__(self, config: Config, block_idx: int, layers: Layers | None = None) -> None:
+        super().__init__()
+        layers = layers or self.layers_class()
+        path = f"h.{block_idx}.attn"
+        assert config.head_size is not None
+        assert config.n_query_groups is not None
+        q_size, kv_size = config.n_head * config.head_size, config.n_query_groups * config.head_size
+        proj_bias = config.bias if config.attn_proj_bias is None else config.attn_proj_bias
+        self.qkv = layers.linear(
+            config, f"{path}.qkv", "qkv", config.n_embd, q_size + 2 * kv_size, config.bias or config.attn_bias
+        )
+        self.proj = layers.linear(config, f"{path}.proj", "proj", q_size, config.n_embd, proj_bias)
+        if config.norm_qk:
+            per_head = config.norm_qk_type == "default"
+            self.norm_q = layers.norm(config, f"{path}.norm_q", config.head_size if per_head else q_size)
+            self.norm_k = layers.norm(config, f"{path}.norm_k", config.head_size if per_head else kv_size)
+        self.sinks = nn.Parameter(torch.zeros(config.n_head)) if config.attention_sinks else None
+        self.window = config.layer_window(block_idx)
+        self.config = config
+        self.block_idx = block_idx
+
+    def forward(self, x: torch.Tensor, rope: RopeRows | None, step: Step, cache: KVCache | None = None) -> torch.Tensor:
+        """`(B, T, C) -> (B, T, C)`."""
+        q, k, v = self.project(x, rope)
+        view = (
+            KVView(k, v, step.pos.unsqueeze(1), key="chunk", live=step.live)
+            if cache is None
+            else cache.update(k, v, step)
+        )
+        y = self.attend(q, view, step)  # (B, H, T, D)
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+    def project(self, x: torch.Tensor, rope: RopeRows | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values of the step, normed and rotated.
+
+        The sole owner of the fused layout `q | k | v`.
+
+        Returns:
+            q `(B, H, T, D)`, k and v `(B, G, T, D)`.
+        """
+        config = self.config
+        n_head, n_groups, size = config.n_head, config.n_query_groups, config.head_size
+        assert n_groups is not None
+        assert size is not None
+        qkv = self.qkv(x)
+        if config.norm_qk and config.norm_qk_type == "olmo2":
+            q, k, v = qkv.split((n_head * size, n_groups * size, n_groups * size), dim=-1)
+            qkv = torch.cat((self.norm_q(q), self.norm_k(k), v), dim=-1)
+        heads = qkv.unflatten(-1, (-1, size))  # (B, T, H + 2G, D)
+        qk, v = heads.split((n_head + n_groups, n_groups), dim=2)
+        if config.norm_qk and config.norm_qk_type == "default":
+            q, k = qk.split((n_head, n_groups), dim=2)
+            qk = torch.cat((self.norm_q(q), self.norm_k(k)), dim=2)
+        if rope is not None:
+            qk = rotate(qk, rope)  # queries and keys in one go
+        q, k = qk.transpose(1, 2).split((n_head, n_groups), dim=1)
+        return q, k, v.transpose(1, 2)
+
+    def attend(self, q: torch.Tensor, view: KVView, step: Step) -> torch.Tensor:
+        """Attend from `q` to the view; the method that variants extend."""
+        config = self.config
+        return attend(
+            q,
+            view,
+            step,
+            scale=config.attention_scale,
+            window=self.window,
+            softcap=config.attention_logit_softcapping,
+            sinks=self.sinks,
+        )
+
+
+class MultiheadLatentAttention(nn.Module):
+    """Multi-head latent attention of DeepSeek-V2 and V3, https://arxiv.org/abs/2405.04434 section 2.1.
+
+    The cache holds one latent vector and one rotated key part a token, shared by all heads. A few queries are scored in
+    the latent space, with the up-projections absorbed into queries and outputs; many queries expand it instead.
+    """
+
+    layers_class: type[Layers] = Layers
+
+    def __init__(self, config: Config, block_idx: int, layers: Layers | None = None) -> None:
+        super().__init__()
+        layers = layers or self.layers_class()
+        path = f"h.{block_idx}.attn"
+        n_head, rank = config.n_head, config.kv_lora_rank
+        if config.q_lora_rank is None:
+            self.q_proj = layers.linear(config, f"{path}.q_proj", "q", config.n_embd, n_head * config.qk_head_dim)
+        else:
+            self.q_a_proj = layers.linear(
+                config, f"{path}.q_a_proj", "q", config.n_embd, config.q_lora_rank, config.attn_bias
+            )
+            self.q_a_norm = layers.norm(config, f"{path}.q_a_norm", config.q_lora_rank)
+            self.q_b_proj = layers.linear(
+                config, f"{path}.q_b_proj", "q", config.q_lora_rank, n_head * config.qk_head_dim
+            )
+        self.kv_a_proj_with_mqa = layers.linear(
+            config, f"{path}.kv_a_proj_with_mqa", "kv", config.n_embd, rank + config.qk_rope_head_dim, config.attn_bias
+        )
+        self.kv_a_norm = layers.norm(config, f"{path}.kv_a_norm", rank)
+        up_size = n_head * (config.qk_nope_head_dim + config.v_head_dim)
+        self.kv_b_proj = layers.linear(config, f"{path}.kv_b_proj", "kv", rank, up_size)
+        proj_bias = config.attn_bias if config.attn_proj_bias is None else config.attn_proj_bias
+        self.proj = layers.linear(config, f"{path}.proj", "proj", n_head * config.v_head_dim, config.n_embd, proj_bias)
+        self.window = config.layer_window(block_idx)
+        self.config = config
+        self.block_idx = block_idx
+
+    def forward(self, x: torch.Tensor, rope: RopeRows | None, step: Step, cache: KVCache | None = None) -> torch.Tensor:
+        """`(B, T, C) -> (B, T, C)`."""
+        q, latent = self.project(x, rope)
+        if cache is None:
+            view = KVView(
+                latent, latent[..., : self.config.kv_lora_rank], step.pos.unsqueeze(1), key="chunk", live=step.live
+            )
+        else:
+            view = cache.update(latent, None, step)
+        y = self.attend(q, view, step)  # (B, H, T, v_head_dim)
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+    def project(self, x: torch.Tensor, rope: RopeRows | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and what the cache stores, rotated.
+
+        Returns:
+            q `(B, H, T, qk_nope_head_dim + qk_rope_head_dim)` and latent `(B, 1, T, R + qk_rope_head_dim)`.
+        """
+        config = self.config
+        q = self.q_proj(x) if config.q_lora_rank is None else self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
+        q = q.unflatten(-1, (config.n_head, config.qk_head_dim))  # (B, T, H, nope + rope)
+        latent, k_rope = self.kv_a_proj_with_mqa(x).split((config.kv_lora_rank, config.qk_rope_head_dim), dim=-1)
+        k_rope = k_rope.unsqueeze(2)  # (B, T, 1, rope): one key part for all heads
+        if rope is not None:
+            q_nope, q_rope = q.split((config.qk_nope_head_dim, config.qk_rope_head_dim), dim=-1)
+            q = torch.cat((q_nope, rotate(q_rope, rope)), dim=-1)
+            k_rope = rotate(k_rope, rope)
+        latent = torch.cat((self.kv_a_norm(latent), k_rope.squeeze(2)), dim=-1)
+        return q.transpose(1, 2), latent.unsqueeze(1)
+
+    def attend(self, q: torch.Tensor, view: KVView, step: Step) -> torch.Tensor:
+        """Attend from `q` to the latents of the view; the method that variants extend.
+
+        Args:
+            q: `(B, H, T, nope + rope)`.
+            view: k `(B, 1, S, R + rope)`, v its first R elements.
+            step: the positions of the queries.
+
+        Returns:
+            `(B, H, T, v_head_dim)`.
+        """
+        config = self.config
+        nope, rank = config.qk_nope_head_dim, config.kv_lora_rank
+        up = self.up_projection().unflatten(0, (config.n_head, nope + config.v_head_dim))  # (H, nope + v, R)
+        k_up, v_up = up.split((nope, config.v_head_dim), dim=1)
+        options: dict[str, Any] = {"scale": config.attention_scale, "window": self.window}
+        if q.size(2) <= LATENT_ABSORB_LIMIT:
+            q_nope, q_rope = q.split((nope, config.qk_rope_head_dim), dim=-1)
+            q = torch.cat((torch.einsum("bhtn,hnr->bhtr", q_nope, k_up), q_rope), dim=-1)
+            y = attend(q, view, step, **options)  # (B, H, T, R)
+            return torch.einsum("bhtr,hvr->bhtv", y, v_up)
+        n_slots = view.k.size(2) if view.live is None else min(view.live, view.k.size(2))
+        view = view._replace(k=view.k[:, :, :n_slots], v=view.v[:, :, :n_slots], pos=view.pos[..., :n_slots])
+        a_head = q.size(0) * n_slots * (q.size(3) + config.v_head_dim) * q.element_size()
+        n_heads = max(1, EXPAND_BYTES // a_head)
+        out = []
+        for q_part, k_part, v_part in zip(q.split(n_heads, 1), k_up.split(n_heads), v_up.split(n_heads), strict=True):
+            k = torch.einsum("bsr,hnr->bhsn", view.v[:, 0], k_part)
+            k_rope = view.k[..., rank:].expand(-1, k.size(1), -1, -1)
+            v = torch.einsum("bsr,hvr->bhsv", view.v[:, 0], v_part)
+            expanded = view._replace(k=torch.cat((k, k_rope), dim=-1), v=v)
+            out.append(attend(q_part, expanded, step, **options))
+        return torch.cat(out, dim=1)
+
+    def up_projection(self) -> torch.Tensor:
+        """The weight `(H * (nope + v), R)` that expands a latent to keys and values, as this variant has it now."""
+        return self.kv_b_proj.weight
