@@ -4,10 +4,15 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
 
 from litgpt.errors import UserError
 
@@ -15,6 +20,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 MoERouter = Literal["topk_softmax", "softmax_topk", "sigmoid"]
+
+
+class MissingConfigError(UserError, FileNotFoundError):
+    """A checkpoint without a config."""
+
+    def __str__(self) -> str:
+        return ValueError.__str__(self)
 
 
 def find_multiple(n: int, k: int) -> int:
@@ -190,11 +202,28 @@ class Config:
         if self.moe_router is None:
             self.moe_router = "sigmoid" if self.n_expert_groups else "topk_softmax"
 
-    # Where a config comes from
+    # Where a config comes from and goes to
+
+    @classmethod
+    def from_name(cls, name: str, **kwargs: Any) -> Self:
+        """A model known by name.
+
+        Args:
+            name: LitGPT's name, the name on the Hugging Face hub, or `organisation/name`.
+            kwargs: fields that win over the known ones.
+
+        Raises:
+            ValueError: unknown name; the message has the most similar ones.
+        """
+        from litgpt.families.registry import lookup
+
+        return cls(**(lookup(name) | kwargs))
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | Path, **kwargs: Any) -> Self:
         """Read Hugging Face's `config.json`.
+
+        A model known by name keeps its `hf_config` and `prompt_style`; everything else is the file's.
 
         Args:
             source: the parsed file, the file, or the folder it is in.
@@ -204,12 +233,85 @@ class Config:
             UserError: the file is missing, damaged, of an unknown `model_type`, or says something unknown.
         """
         from litgpt.families.from_hf import read_config
+        from litgpt.families.registry import find
 
-        fields = read_config(source) | kwargs
+        fields = read_config(source)
+        if not isinstance(source, Mapping):
+            path = Path(source).resolve()
+            fields["name"] = (path if path.is_dir() else path.parent).name
+        known = find(kwargs.get("name") or fields.get("name", "")) or {}
+        fields |= {key: known[key] for key in ("name", "hf_config", "prompt_style") if key in known}
         try:
-            return cls(**fields)
+            return cls(**(copy.deepcopy(fields) | kwargs))
         except ValueError as error:
             raise UserError(f"config.json of type {fields['family']!r} contradicts itself: {error}") from error
+
+    @classmethod
+    def from_file(cls, path: str | Path, **kwargs: Any) -> Self:
+        """Read a `model_config.yaml`, LitGPT's or ours.
+
+        Args:
+            path: the file.
+            kwargs: fields that win over the file.
+
+        Raises:
+            UserError: the file is missing, damaged, or has unknown keys.
+        """
+        fields = _read_yaml(Path(path))
+        if unknown := sorted(set(fields) - {f.name for f in dataclasses.fields(cls)}):
+            raise UserError(f"{path} has unknown keys: {', '.join(unknown)}", "are they spelled as in Config?")
+        try:
+            return cls(**(_implied(fields) | fields | kwargs))
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{path}: {error}") from error
+
+    @classmethod
+    def from_checkpoint(cls, path: str | Path, **kwargs: Any) -> Self:
+        """Read the config of a checkpoint.
+
+        Args:
+            path: a folder with `model_config.yaml` or `config.json`, a folder named like a known model, a `.gguf` file,
+                or one of the two config files itself.
+            kwargs: fields that win over the checkpoint's.
+
+        Raises:
+            UserError: there is no config, or it cannot be read. A missing one is a `FileNotFoundError` too.
+        """
+        path = Path(path)
+        if path.suffix == ".gguf" and path.is_file():
+            from litgpt.checkpoint.gguf import GGUFFile
+
+            return cls.from_hf(GGUFFile(path).hf_config(), **({"name": path.stem} | kwargs))
+        if path.suffix == ".json":
+            return cls.from_hf(path, **kwargs)
+        if path.suffix in (".yaml", ".yml"):
+            return cls.from_file(path, **kwargs)
+        if (path / "model_config.yaml").is_file():
+            return cls.from_file(path / "model_config.yaml", **kwargs)
+        if (path / "config.json").is_file():
+            return cls.from_hf(path, **kwargs)
+        from litgpt.families.registry import find
+
+        if path.is_dir() and find(path.name) is not None:
+            return cls.from_name(path.name, **kwargs)
+        reason = "holds neither model_config.yaml nor config.json" if path.is_dir() else "does not exist"
+        raise MissingConfigError(f"{str(path)!r} {reason}", "give a checkpoint folder or a .gguf file")
+
+    def save(self, path: str | Path) -> None:
+        """Write `model_config.yaml` so that LitGPT 0.5.13 reads it: what the name implies is left out.
+
+        Args:
+            path: the file, or the folder to put it in.
+        """
+        path = Path(path)
+        path = path / "model_config.yaml" if path.is_dir() else path
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(Config)}
+        fields = {name: value for name, value in values.items() if name not in EXPLICIT}
+        implied = {name: _DEFAULTS[name] for name in EXPLICIT} | _implied(fields)
+        fields |= {name: values[name] for name in EXPLICIT if values[name] != implied[name]}
+        temporary = path.with_name(path.name + ".tmp")  # a file that exists is a whole one
+        temporary.write_text(yaml.safe_dump(fields), encoding="utf-8")
+        os.replace(temporary, path)
 
     # What a layer is made of
 
@@ -257,3 +359,42 @@ class Config:
         import litgpt.layers
 
         return partial(litgpt.layers.build_norm, self)
+
+
+_FIELDS = dataclasses.fields(Config)
+_DEFAULTS = {f.name: f.default for f in _FIELDS}
+# The fields that LitGPT does not have; its files leave them to the model's name.
+EXPLICIT = tuple(f.name for f in _FIELDS[[f.name for f in _FIELDS].index("family") :])
+
+
+def _implied(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What the name in a `model_config.yaml` says about the fields that LitGPT does not write."""
+    from litgpt.families.registry import find, guess_family
+
+    hub = fields.get("hf_config")
+    known = find(str(fields.get("name") or "")) or find(str(hub.get("name", "")) if isinstance(hub, dict) else "")
+    known = guess_family(fields) if known is None else known
+    return {name: copy.deepcopy(known[name]) for name in EXPLICIT if name in known}
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise MissingConfigError(f"{path} does not exist") from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(fields, dict) or not all(isinstance(key, str) for key in fields):
+        raise UserError(f"{path} holds no fields of a config")
+    return fields
+
+
+def __getattr__(name: str) -> Any:
+    """`configs` and `name_to_config`: the models known by name, built when first asked for."""
+    if name in ("configs", "name_to_config"):
+        from litgpt.families import registry
+
+        return getattr(registry, name)()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,6 +18,11 @@ from litgpt.errors import UserError
 from litgpt.families.hf_rope import rope_fields, yarn_mscale
 from litgpt.families.keys import Keys, Kind
 
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 RENAMES: dict[str, tuple[str, Kind]] = {
     "vocab_size": ("vocab_size", "size"),
     "hidden_size": ("n_embd", "size"),
@@ -56,25 +61,29 @@ SPELLINGS |= {"num_experts_per_token": "num_experts_per_tok", "experts_per_token
 REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
 
 # An explicit null there means "none"; everywhere else it means the same as an absent key.
-NULLABLE = frozenset(
-    "num_key_value_heads head_dim sliding_window attn_logit_softcapping final_logit_softcapping q_lora_rank n_group "
-    "topk_group n_shared_experts".split()
+NULLABLE = _words(
+    """
+    num_key_value_heads head_dim sliding_window attn_logit_softcapping final_logit_softcapping q_lora_rank n_group
+    topk_group n_shared_experts
+    """
 )
 
-# Written by every model or left over from training and generation; none changes the forward pass.
-IGNORED = frozenset(
-    "architectures auto_map model_type transformers_version torch_dtype dtype use_cache return_dict id2label label2id "
-    "num_labels problem_type finetuning_task task_specific_params tokenizer_class prefix pruned_heads torchscript "
-    "use_bfloat16 tf_legacy_loss is_decoder is_encoder_decoder add_cross_attention cross_attention_hidden_size "
-    "tie_encoder_decoder chunk_size_feed_forward initializer_range pretraining_tp attn_implementation "
-    "experts_implementation use_flash_attn router_aux_loss_coef router_jitter_noise aux_loss_alpha seq_aux ep_size "
-    "num_nextn_predict_layers gradient_checkpointing name_or_path transformers.js_config unsloth_fixed "
-    "unsloth_version is_llama_config rope_interleaved upcast_attn "
-    # Parameters of generation that older versions kept in this file
-    "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k "
-    "top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "
-    "bad_words_ids num_return_sequences return_dict_in_generate remove_invalid_values suppress_tokens "
-    "begin_suppress_tokens exponential_decay_length_penalty max_new_tokens cache_implementation".split()
+# Written by every model, or left over from training and generation; none changes the forward pass.
+IGNORED = _words(
+    """
+    architectures auto_map model_type transformers_version torch_dtype dtype use_cache return_dict id2label label2id
+    num_labels problem_type finetuning_task task_specific_params tokenizer_class prefix pruned_heads torchscript
+    use_bfloat16 tf_legacy_loss is_decoder is_encoder_decoder add_cross_attention cross_attention_hidden_size
+    tie_encoder_decoder chunk_size_feed_forward initializer_range pretraining_tp attn_implementation
+    experts_implementation use_flash_attn router_aux_loss_coef router_jitter_noise aux_loss_alpha seq_aux ep_size
+    num_nextn_predict_layers num_mtp_layers gradient_checkpointing name_or_path transformers.js_config unsloth_fixed
+    unsloth_version is_llama_config rope_interleaved upcast_attn
+
+    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k
+    top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
+    bad_words_ids num_return_sequences return_dict_in_generate remove_invalid_values suppress_tokens
+    begin_suppress_tokens exponential_decay_length_penalty max_new_tokens cache_implementation
+    """
 )
 _IGNORED_ENDINGS = ("dropout", "pdrop", "_token_id", "_token_index")
 _IGNORED_BEGINNINGS = ("_", "output_")
@@ -135,7 +144,10 @@ def _latent_attention(keys: Keys, fields: dict[str, Any]) -> None:
 
 
 def _deepseek_v2(keys: Keys, fields: dict[str, Any]) -> None:
-    if keys.get("topk_method", "text") == "greedy":
+    method = keys.get("topk_method", "text")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise UserError(f"{keys.label}: topk_method {method!r} is not supported for 'deepseek_v2'")
+    if method == "greedy":
         fields["n_expert_groups"] = None
     _latent_attention(keys, fields)
 
@@ -195,7 +207,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         | {"num_key_value_heads": 4, "attention_bias": False, "norm_topk_prob": False, "moe_intermediate_size": 768}
         | {"num_local_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1},
         window="all",
-        ignored=frozenset({"max_window_layers"}),
+        ignored=_words("max_window_layers"),
         finish=_moe,
     ),
     "mistral": Architecture(
@@ -215,9 +227,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma": Architecture(
         _GEMMA,
         _GEMMA_KEYS | {"num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh"},
-        ignored=frozenset({"hidden_activation"}),
+        ignored=_words("hidden_activation"),
     ),
-    "gemma2": Architecture(_GEMMA_2, _GEMMA_2_KEYS, window="alternate", ignored=frozenset({"hidden_act"})),
+    "gemma2": Architecture(_GEMMA_2, _GEMMA_2_KEYS, window="alternate", ignored=_words("hidden_act")),
     "gemma3_text": Architecture(
         _GEMMA_2 | {"norm_qk": True},
         _GEMMA_2_KEYS
@@ -226,7 +238,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         # The text part of the multimodal files states only what differs from these.
         | {"vocab_size": 262208, "num_attention_heads": 8},
         window="pattern",
-        ignored=frozenset({"hidden_act"}),
+        ignored=_words("hidden_act"),
     ),
     "gpt_neox": Architecture(
         {"norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP"},
@@ -239,7 +251,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"layer_norm_eps": 1e-5, "max_position_embeddings": 2048, "num_key_value_heads": None}
         | {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
         must_be={"qk_layernorm": False},
-        ignored=frozenset({"rotary_dim", "flash_attn", "flash_rotary", "fused_dense"}),
+        ignored=_words("rotary_dim flash_attn flash_rotary fused_dense"),
     ),
     "phi3": Architecture(
         _LLAMA,
@@ -256,7 +268,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         | {"routed_scaling_factor": 1.0, "n_group": None, "topk_group": None, "moe_intermediate_size": 1407}
         | {"num_experts_per_tok": None, "topk_method": "greedy", "mlp_bias": False},
         must_be={"norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1},
-        ignored=frozenset({"head_dim", "qk_head_dim", "num_key_value_heads"}),
+        ignored=_words("head_dim qk_head_dim num_key_value_heads"),
         finish=_deepseek_v2,
     ),
     "deepseek_v3": Architecture(
@@ -266,7 +278,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         | {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "moe_intermediate_size": 2048}
         | {"num_experts_per_tok": 8, "norm_topk_prob": True, "rope_interleave": True},
         must_be={"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
-        ignored=frozenset({"head_dim", "qk_head_dim", "num_key_value_heads"}),
+        ignored=_words("head_dim qk_head_dim num_key_value_heads"),
         finish=_latent_attention,
     ),
     "gpt_oss": Architecture(
@@ -277,7 +289,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         | {"swiglu_limit": 7.0, "rope_theta": 150000.0},
         window="alternate",
         must_be={"swiglu_alpha": 1.702},
-        ignored=frozenset({"initial_context_length"}),
+        ignored=_words("initial_context_length"),
         finish=_experts_only,
     ),
 }

@@ -9,12 +9,15 @@ https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from litgpt.errors import UserError
 from litgpt.families.keys import Keys, Kind
+
+logger = logging.getLogger(__name__)
 
 # Key there -> key in `Config.rope_adjustments` and kind
 _SCALING: dict[str, tuple[str, Kind]] = {
@@ -128,6 +131,10 @@ def _adjustments(
     out |= {name: read.get(key, of) for key, (name, of) in _SCALING.items() if key in scaling}
     if kind == "linear":
         return {"rope_type": kind, "factor": out["factor"]}
+    if kind == "dynamic":
+        # It stretches only beyond max_position_embeddings, and that is where our context ends.
+        logger.warning("%s: dynamic rope scaling is left out, the context ends at its trained length", keys.label)
+        return None
     block_size = fields["block_size"]
     if original is not None:
         out["original_max_seq_len"] = Keys({"n": original}, {}, label=keys.label).get("n", "size")
