@@ -137,3 +137,17 @@ def weight_dtype(precision: str) -> torch.dtype:
 
     dtypes = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
     return dtypes.get(precision, torch.float32)
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """Return the floating-point type that torch calls `name`, for instance `bfloat16`.
+
+    Raises:
+        UserError: there is no such type.
+    """
+    import torch
+
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UserError(f"{name!r} is not a floating-point type", "use float32, bfloat16 or float16")
+    return dtype

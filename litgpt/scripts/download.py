@@ -1,0 +1,98 @@
+# Licensed under the Apache License 2.0, see the LICENSE file.
+
+"""The command `litgpt download`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+from litgpt.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+
+def download_from_hub(
+    repo_id: str,
+    *,
+    access_token: str | None = None,
+    tokenizer_only: bool = False,
+    convert_checkpoint: bool = True,
+    dtype: str | None = None,
+    checkpoint_dir: Path = Path("checkpoints"),
+    model_name: str | None = None,
+) -> None:
+    """Download a model from a hub. A download that was interrupted continues where it stopped.
+
+    The downloaded files are used as they are: no command needs a converted copy. The folder is printed.
+
+    Args:
+        repo_id: The repository, as org/name, or org/name:Q8_0 for one of many .gguf files; `list` shows known names.
+        access_token: For private and gated repositories. Default: $HF_TOKEN or the stored login.
+        tokenizer_only: Fetch only the tokenizer and the configuration.
+        convert_checkpoint: Check that the architecture is supported, before its weights are fetched, and write it to
+            model_config.yaml. The weights are not converted, since every command reads them as they are.
+        dtype: Write the weights in this type to lit_model.pth as well, for instance bfloat16.
+        checkpoint_dir: Where the folder org/name is created.
+        model_name: A known model whose architecture this is; the weights are then written to lit_model.pth as well.
+    """
+    if repo_id == "list":
+        sys.stdout.write("\n".join(known_repos()) + "\n")
+        return
+    from litgpt.checkpoint.hub import download_repo
+    from litgpt.config import Config
+
+    name, _, quant = repo_id.partition(":")
+    if name.count("/") != 1:
+        raise UserError(
+            f"{repo_id!r} is not a repository id", "write it as org/name; `litgpt download list` shows some"
+        )
+    folder = download_repo(
+        name,
+        checkpoint_dir / name,
+        access_token,
+        tokenizer_only=tokenizer_only,
+        quant=quant or None,
+        check_config=convert_checkpoint and model_name is None,
+    )
+    if convert_checkpoint and not tokenizer_only and folder == checkpoint_dir / name:
+        if model_name is not None or dtype is not None:
+            write_litgpt_files(folder, model_name, dtype)
+        elif (folder / "config.json").is_file():
+            Config.from_hf(folder).save(folder)
+    sys.stdout.write(f"{folder}\n")
+
+
+def write_litgpt_files(folder: Path, model_name: str | None = None, dtype: str | None = None) -> None:
+    """Write `lit_model.pth` and `model_config.yaml` into a downloaded folder.
+
+    Args:
+        folder: holds the model.
+        model_name: a known model to take the architecture from, instead of the folder's configuration.
+        dtype: of the written weights, as torch names it; None keeps what they have.
+
+    Raises:
+        UserError: the weights do not fit the architecture, or an unknown dtype.
+    """
+    import torch
+
+    from litgpt.checkpoint.convert import load_model
+    from litgpt.checkpoint.hub import only_gguf
+    from litgpt.checkpoint.save import atomic_write
+    from litgpt.config import Config
+    from litgpt.runtime import parse_dtype
+
+    config = None if model_name is None else Config.from_name(model_name)
+    model = load_model(only_gguf(folder) or folder, config=config, dtype=None if dtype is None else parse_dtype(dtype))
+    with atomic_write(folder / "lit_model.pth") as path:
+        torch.save(model.state_dict(), path)
+    model.config.save(folder)
+    logger.info("Wrote %s", folder / "lit_model.pth")
+
+
+def known_repos() -> list[str]:
+    """Return the repositories of the models that have a name here, sorted."""
+    from litgpt.config import configs
+
+    return sorted({f"{config['hf_config']['org']}/{config['hf_config']['name']}" for config in configs})
