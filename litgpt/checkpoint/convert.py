@@ -1,0 +1,261 @@
+# Licensed under the Apache License 2.0, see the LICENSE file.
+
+"""From a checkpoint to a model and back.
+
+Loading builds the model without storage, checks every tensor against it, and only then allocates it and copies each
+tensor to its place, so memory holds one copy of the weights and a few megabytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+
+from litgpt.checkpoint.plan import HEAD, Plan, plan_import
+from litgpt.checkpoint.safetensors_file import write_safetensors
+from litgpt.checkpoint.save import FolderWriter, read_manifest
+from litgpt.checkpoint.source import LITGPT_FILE, Source, open_source
+from litgpt.checkpoint.tables import Link, summarize, table_for
+from litgpt.checkpoint.types import TensorInfo
+from litgpt.config import Config
+from litgpt.errors import UserError
+
+if TYPE_CHECKING:
+    from litgpt.model import GPT
+
+ModelT = TypeVar("ModelT", bound="GPT")
+
+_CHUNK = 16 << 20  # bytes copied before mapped pages are let go
+_ARCHITECTURES = {"gemma3_text": "Gemma3ForCausalLM"}  # of language models that come inside multi-modal ones
+_SHARD = 5_000_000_000  # largest file of an export, as Hugging Face's tools write
+
+
+@overload
+def load_model(path: str | Path, *, gpt_class: type[ModelT], **options: Any) -> ModelT: ...
+@overload
+def load_model(path: str | Path, *, gpt_class: None = None, **options: Any) -> GPT: ...
+def load_model(
+    path: str | Path,
+    *,
+    gpt_class: type[GPT] | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    config: Config | None = None,
+    **overrides: Any,
+) -> GPT:
+    """Load a checkpoint of any kind, in evaluation mode.
+
+    Args:
+        path: a Hugging Face folder, a LitGPT folder, or a `.gguf` file.
+        gpt_class: `GPT` or a variant of it. A variant's own parameters get their initial values.
+        dtype: of the parameters; None keeps the checkpoint's (float32 for quantized GGUF files).
+        device: where the parameters go; None is the CPU.
+        config: the architecture, when it is not the one that the checkpoint names.
+        overrides: fields of the config that win over the checkpoint's.
+
+    Raises:
+        UserError: the checkpoint is missing, damaged, unknown, or does not fit the config.
+    """
+    if gpt_class is None:
+        from litgpt.model import GPT
+
+        gpt_class = GPT
+    with open_source(path) as source:
+        if config is None:
+            config = source.config(gpt_class.config_class, **overrides)
+        elif overrides:
+            config = dataclasses.replace(config, **overrides)
+        plan = plan_import(source, config)
+        with torch.device("meta"):
+            model = gpt_class(plan.config)
+        _allocate(model, dtype or plan.dtype, torch.device(device or "cpu"))
+        _fill(model, plan, source)
+    return model.eval()
+
+
+def _allocate(model: GPT, dtype: torch.dtype, device: torch.device) -> None:
+    """Give every tensor of a model on the meta device storage; a parameter that is shared stays shared."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in made:
+                storage = torch.empty(parameter.shape, dtype=dtype, device=device)
+                made[parameter] = nn.Parameter(storage, requires_grad=parameter.requires_grad)
+            setattr(module, name, made[parameter])
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            # Buffers keep their dtype: rounding a router's correction bias changes which experts are chosen.
+            setattr(module, name, torch.empty_like(buffer, device=device))
+
+
+@torch.no_grad()
+def _fill(model: GPT, plan: Plan, source: Source) -> None:
+    """Copy every tensor to its place."""
+    state = model.state_dict()  # views of the parameters, experts one by one
+    places = {link.ours: _place(link.ours, state) for links in plan.links.values() for link in links}
+    _reset_others(model, places.values())
+    unreleased = 0
+    for name, links in plan.links.items():
+        tensor = source.get(name)
+        for link in links:
+            for into, piece in _chunks(link.our_view(places[link.ours]), link.their_view(tensor)):
+                into.copy_(piece)
+                unreleased += piece.nbytes
+                if unreleased >= _CHUNK:
+                    source.release()
+                    unreleased = 0
+
+
+def _place(name: str, state: Mapping[str, Tensor]) -> Tensor:
+    """The tensor of the plain model in a variant, where a wrapped layer holds the plain one as `linear`."""
+    stem, _, leaf = name.rpartition(".")
+    return state[name] if name in state else state[f"{stem}.linear.{leaf}"]
+
+
+def _chunks(into: Tensor, piece: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Both tensors cut along the first dimension into pieces of a few megabytes."""
+    if piece.nbytes <= _CHUNK:
+        yield into, piece
+        return
+    rows = max(1, _CHUNK * len(piece) // piece.nbytes)
+    yield from zip(into.split(rows), piece.split(rows), strict=True)
+
+
+def _reset_others(model: GPT, places: Iterable[Tensor]) -> None:
+    """Initialise the modules with parameters that the checkpoint does not fill: those that only a variant has."""
+    filled = {place.untyped_storage().data_ptr() for place in places}
+    for module in model.modules():
+        if any(p.untyped_storage().data_ptr() not in filled for p in module.parameters(recurse=False)):
+            module.reset_parameters()  # type: ignore[operator]
+
+
+def export_hf(
+    weights: nn.Module | Mapping[str, Tensor],
+    config: Config,
+    out_dir: str | Path,
+    hf_config: Mapping[str, Any],
+    files: Mapping[str, bytes] | None = None,
+    shard_size: int = _SHARD,
+) -> None:
+    """Write a Hugging Face folder.
+
+    Args:
+        weights: the plain model, or its state dict.
+        config: its architecture.
+        out_dir: the folder, which may hold an earlier export but no other weights.
+        hf_config: the `config.json` the model came with (`Source.hf_config`); what the tensors decide (dtype, rows of
+            the embedding, tied or not) is brought up to date.
+        files: further files by name, such as those of the tokenizer (`companion_files`).
+        shard_size: largest file of weights in bytes.
+
+    Raises:
+        UserError: tensors that the family has no name for, or somebody else's weights in `out_dir`.
+    """
+    state = dict(weights.state_dict() if isinstance(weights, nn.Module) else weights)
+    if config.tie_embeddings:
+        state.pop(HEAD, None)
+    links, infos = _plan_export(state, config)
+    shards = _split(infos, shard_size)
+    names = _shard_names(len(shards))
+    out_dir = Path(out_dir)
+    _refuse_other_weights(out_dir)
+    with FolderWriter(out_dir) as folder:
+        folder.forget(name for name in _weight_files(out_dir) if name not in names)
+        for name, shard in zip(names, shards, strict=True):
+            with folder.file(name) as path:
+                write_safetensors(path, shard, (_assemble(links[t], shard[t], state) for t in shard), {"format": "pt"})
+        if len(shards) > 1:
+            total = sum(_nbytes(info) for info in infos.values())
+            weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+            folder.write_json(
+                "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map}
+            )
+        folder.write_json("config.json", _updated_config(hf_config, config, infos))
+        for name, content in (files or {}).items():
+            folder.write_bytes(name, content)
+
+
+def _plan_export(state: Mapping[str, Tensor], config: Config) -> tuple[dict[str, list[Link]], dict[str, TensorInfo]]:
+    """Return what each of their tensors is made of, and its shape and dtype."""
+    table = table_for(config.family)
+    links: dict[str, list[Link]] = {}
+    infos: dict[str, TensorInfo] = {}
+    unknown = []
+    for ours, tensor in state.items():
+        found = table.export_links(ours, config)
+        if not found:
+            unknown.append(ours)
+        for link in found:
+            links.setdefault(link.theirs, []).append(link)
+            shape = link.their_shape(tuple(link.our_view(tensor).shape))
+            infos[link.theirs] = TensorInfo(shape, tensor.dtype)
+    if unknown:
+        raise UserError(
+            f"a Hugging Face model of the type {config.family!r} has no place for: {summarize(unknown)}",
+            "export the plain model; merge a LoRA model first",
+        )
+    return links, infos
+
+
+def _assemble(links: list[Link], info: TensorInfo, state: Mapping[str, Tensor]) -> Tensor:
+    """Put one of their tensors together."""
+    first = links[0]
+    if not first.row.their_views:
+        return first.our_view(state[first.ours])
+    whole = torch.empty(info.shape, dtype=info.dtype)
+    for link in links:
+        link.their_view(whole).copy_(link.our_view(state[link.ours]))
+    return whole
+
+
+def _split(infos: Mapping[str, TensorInfo], shard_size: int) -> list[dict[str, TensorInfo]]:
+    """Cut the list of tensors into files, in order."""
+    shards: list[dict[str, TensorInfo]] = [{}]
+    size = 0
+    for name, info in infos.items():
+        if shards[-1] and size + _nbytes(info) > shard_size:
+            shards.append({})
+            size = 0
+        shards[-1][name] = info
+        size += _nbytes(info)
+    return shards
+
+
+def _shard_names(count: int) -> list[str]:
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def _nbytes(info: TensorInfo) -> int:
+    return torch.Size(info.shape).numel() * info.dtype.itemsize
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """Names of the files that decide which weights a Hugging Face folder holds."""
+    patterns = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", LITGPT_FILE)
+    return sorted(path.name for pattern in patterns for path in folder.glob(pattern))
+
+
+def _refuse_other_weights(folder: Path) -> None:
+    if (found := _weight_files(folder)) and not read_manifest(folder):
+        raise UserError(f"{folder} already holds weights: {', '.join(found[:5])}", "choose an empty folder")
+
+
+def _updated_config(hf_config: Mapping[str, Any], config: Config, infos: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    """`config.json` for what is exported: the language model alone, with the dtype and sizes it has now."""
+    updated = dict(hf_config)
+    if isinstance(text := updated.get("text_config"), Mapping):
+        updated = {**text, "model_type": config.family, "architectures": [_ARCHITECTURES.get(config.family or "")]}
+    updated.pop("torch_dtype", None)
+    dtype = next(iter(infos.values())).dtype
+    updated.update(
+        dtype=str(dtype).removeprefix("torch."),
+        tie_word_embeddings=config.tie_embeddings,
+        vocab_size=config.padded_vocab_size,
+    )
+    return updated

@@ -1,0 +1,104 @@
+# Licensed under the Apache License 2.0, see the LICENSE file.
+
+"""Reading one file written by `torch.save`, mapped into memory and without running any code from it."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from litgpt.checkpoint.types import TensorInfo
+from litgpt.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+_MIN_BUDGET = 32 << 20
+
+
+def load_tensors_only(path: str | Path) -> Any:
+    """`torch.load` on the CPU with `weights_only=True`, mapped when the file allows it.
+
+    Raises:
+        UserError: the file is missing, damaged, or holds anything but tensors and plain containers.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path} is missing", "download or convert it again")
+    # Files of torch before 1.6 are no zip archives and cannot be mapped.
+    can_map = zipfile.is_zipfile(path)
+    if not can_map:
+        logger.debug("%s is an old torch file or damaged, it is read as a whole", path)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=can_map)
+    except pickle.UnpicklingError as error:
+        if "weights_only" not in str(error).lower() and "unsupported" not in str(error).lower():
+            raise UserError(f"{path} is damaged: {_first_line(error)}", "download or convert it again") from error
+        raise UserError(
+            f"{path} holds objects that are not tensors and could run code, so it is not read",
+            "use the safetensors files of the model, or convert the file where you trust it",
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError, IndexError) as error:
+        raise UserError(f"{path} is damaged: {_first_line(error)}", "download or convert it again") from error
+
+
+class TorchFile:
+    """A file that holds a state dict, bare or as the entry `model` of a training checkpoint.
+
+    Args:
+        path: the file.
+
+    Raises:
+        UserError: see `load_tensors_only`; also when it holds no state dict.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._state: dict[str, torch.Tensor] | None = None
+        self._read = 0
+        state = self._tensors()
+        self._infos = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
+        # Opening again costs time for each tensor listed, so a long list is opened less often.
+        self._budget = max(_MIN_BUDGET, self.path.stat().st_size // 32)
+
+    def tensors(self) -> dict[str, TensorInfo]:
+        """Shape and dtype of every tensor."""
+        return self._infos
+
+    def get(self, name: str) -> torch.Tensor:
+        """A tensor over the mapped file."""
+        tensor = self._tensors()[name]
+        self._read += tensor.nbytes
+        return tensor
+
+    def release(self) -> None:
+        """Let the file go when enough of it has been read; it is opened again on demand."""
+        if self._read >= self._budget:
+            self.close()
+
+    def close(self) -> None:
+        """Let the file go."""
+        self._state = None
+        self._read = 0
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        if self._state is None:
+            content = load_tensors_only(self.path)
+            if isinstance(content, Mapping) and isinstance(content.get("model"), Mapping):
+                content = content["model"]
+            if not isinstance(content, Mapping) or not all(isinstance(t, torch.Tensor) for t in content.values()):
+                raise UserError(
+                    f"{self.path} holds no state dict: a mapping from names to tensors, bare or as its entry 'model'",
+                    "give the file or folder of a model",
+                )
+            self._state = dict(content)
+        return self._state
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
