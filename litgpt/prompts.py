@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from litgpt import prompt_formats
 from litgpt.config import Config
 from litgpt.errors import UserError
-from litgpt.prompt_formats import *  # noqa: F403
-from litgpt.prompt_style import Default, Prompt, PromptStyle, Turns, model_name_to_prompt_style, prompt_styles
+from litgpt.prompt_styles import formats
+from litgpt.prompt_styles.base import Default, Prompt, PromptStyle, Turns, model_name_to_prompt_style, prompt_styles
+from litgpt.prompt_styles.formats import *  # noqa: F403
 
 if TYPE_CHECKING:
     from litgpt.tokenizer import Tokenizer
@@ -36,7 +36,7 @@ __all__ = [
     "prompt_styles",
     "save_prompt_style",
 ]
-__all__ += prompt_formats.__all__
+__all__ += formats.__all__
 
 
 class ChatTemplate(PromptStyle, name="chat-template"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from json import dumps
 from typing import Any
 
-from litgpt.prompt_style import Prompt, Turns
+from litgpt.prompt_styles.base import Prompt, Turns
 
 __all__ = [
     "FLAN",
