@@ -258,11 +258,15 @@ class Config:
             UserError: the file is missing, damaged, or has unknown keys.
         """
         fields = _read_yaml(Path(path))
-        if unknown := sorted(set(fields) - {f.name for f in dataclasses.fields(cls)}):
+        declared = {f.name: str(f.type) for f in dataclasses.fields(cls)}
+        if unknown := sorted(set(fields) - set(declared)):
             raise UserError(f"{path} has unknown keys: {', '.join(unknown)}", "are they spelled as in Config?")
         try:
-            return cls(**(_implied(fields) | fields | kwargs))
-        except (TypeError, ValueError) as error:
+            fields = {key: _checked(key, value, declared[key]) for key, value in fields.items()}
+            implied = _implied(fields)
+            hub = {key: value for key, value in fields.get("hf_config", {}).items() if key not in IN_HF_CONFIG}
+            return cls(**(implied | fields | {"hf_config": hub} | kwargs))
+        except (ArithmeticError, TypeError, ValueError) as error:
             raise UserError(f"{path}: {error}") from error
 
     @classmethod
@@ -305,10 +309,13 @@ class Config:
         """
         path = Path(path)
         path = path / "model_config.yaml" if path.is_dir() else path
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(Config)}
+        values = {f.name: copy.deepcopy(getattr(self, f.name)) for f in dataclasses.fields(Config)}
         fields = {name: value for name, value in values.items() if name not in EXPLICIT}
         implied = {name: _DEFAULTS[name] for name in EXPLICIT} | _implied(fields)
-        fields |= {name: values[name] for name in EXPLICIT if values[name] != implied[name]}
+        for name in EXPLICIT:
+            if values[name] != implied[name]:
+                place = fields["hf_config"] if name in IN_HF_CONFIG else fields
+                place[name] = values[name]
         temporary = path.with_name(path.name + ".tmp")  # a file that exists is a whole one
         temporary.write_text(yaml.safe_dump(fields), encoding="utf-8")
         os.replace(temporary, path)
@@ -367,14 +374,32 @@ _DEFAULTS = {f.name: f.default for f in _FIELDS}
 EXPLICIT = tuple(f.name for f in _FIELDS[[f.name for f in _FIELDS].index("family") :])
 
 
+# Those that LitGPT can do without go where it tolerates other keys.
+IN_HF_CONFIG = ("family", "prompt_style", "tie_embeddings")
+
+
 def _implied(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What the name in a `model_config.yaml` says about the fields that LitGPT does not write."""
+    """What a `model_config.yaml` says, or its name implies, about the fields that LitGPT does not have."""
     from litgpt.families.registry import find, guess_family
 
-    hub = fields.get("hf_config")
-    known = find(str(fields.get("name") or "")) or find(str(hub.get("name", "")) if isinstance(hub, dict) else "")
-    known = guess_family(fields) if known is None else known
-    return {name: copy.deepcopy(known[name]) for name in EXPLICIT if name in known}
+    hub = fields.get("hf_config") or {}
+    known = find(fields.get("name", "")) or find(str(hub.get("name", ""))) or guess_family(fields)
+    implied = {name: copy.deepcopy(known[name]) for name in EXPLICIT if name in known}
+    return implied | {name: hub[name] for name in IN_HF_CONFIG if name in hub}
+
+
+def _checked(name: str, value: Any, declared: str) -> Any:
+    """`value` if it is what the field was declared as; YAML 1.1 reads `1e-6` as a string, so that is a number too."""
+    if value is None and "None" in declared:
+        return None
+    kinds: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
+    kinds |= {"list": (list,), "dict": (dict,), "Literal": (str,), "MoERouter": (str,)}
+    kind = declared.split("[")[0].split(" ")[0]
+    if kind == "float" and isinstance(value, str):
+        value = float(value)
+    if kind in kinds and (not isinstance(value, kinds[kind]) or (isinstance(value, bool) and kind != "bool")):
+        raise ValueError(f"{name} is {value!r}, expected {declared}")
+    return value
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from litgpt.errors import UserError
-from litgpt.families.keys import Keys, Kind
+from litgpt.families.keys import Keys, Kind, typed
 
 logger = logging.getLogger(__name__)
 
@@ -72,15 +72,14 @@ def rope_fields(keys: Keys, fields: Mapping[str, Any], sliding: list[int] | None
 
     local = by_kind.get("sliding_attention")
     if model_type == "gemma3_text":
-        local = local or {"rope_theta": keys.get("rope_local_base_freq", "positive")}
-    keys.asked.add("rope_local_base_freq" if model_type == "gemma3_text" else "rope_parameters")
+        local_theta = keys.get("rope_local_base_freq", "positive")
+        local = {"rope_theta": local_theta} | (local or {})
     if local is not None and local != main:
-        if local.get("rope_type", local.get("type", "default")) != "default":
+        if _kind(keys, local) != "default":
             raise UserError(f"{keys.label}: scaled rotary embeddings on sliding layers are not supported")
-        local_theta = Keys(local, {"rope_theta": theta}, label=f"{keys.label}: rope_parameters").get(
-            "rope_theta", "positive"
-        )
-        out |= {"rope_local_base_freq": local_theta, "rope_indices": sliding or [0] * fields["n_layer"]}
+        local_keys = Keys(local, {"rope_theta": theta}, label=f"{keys.label}: rope_parameters")
+        out["rope_local_base_freq"] = local_keys.get("rope_theta", "positive")
+        out["rope_indices"] = sliding or [0] * fields["n_layer"]
     return out
 
 
@@ -90,6 +89,8 @@ def _by_layer_kind(keys: Keys) -> dict[str, dict[str, Any]]:
     for key, value in (("rope_scaling", flat), ("rope_parameters", new)):
         if value is not None and not isinstance(value, dict):
             raise UserError(f"{keys.label}: {key} is {value!r}, expected an object")
+    if flat and new and flat != new:
+        raise UserError(f"{keys.label} has both rope_scaling and rope_parameters, and they differ")
     kinds = {k: v for k, v in (new or {}).items() if k in ("full_attention", "sliding_attention")}
     if kinds:
         for kind, value in kinds.items():
@@ -99,6 +100,10 @@ def _by_layer_kind(keys: Keys) -> dict[str, dict[str, Any]]:
             raise UserError(f"{keys.label}: unknown keys in rope_parameters: {', '.join(rest)}")
         return kinds
     return {"": dict(flat or new or {})}
+
+
+def _kind(keys: Keys, scaling: Mapping[str, Any]) -> str:
+    return typed(f"{keys.label}: rope_type", scaling.get("rope_type") or scaling.get("type") or "default", "text")
 
 
 def _with_fallback(keys: Keys, main: Mapping[str, Any], name: str, outer: str, default: float, kind: Kind) -> float:
@@ -111,11 +116,11 @@ def _with_fallback(keys: Keys, main: Mapping[str, Any], name: str, outer: str, d
 def _adjustments(
     keys: Keys, main: Mapping[str, Any], fields: Mapping[str, Any], share: float, model_type: str
 ) -> dict[str, Any] | None:
-    kind = main.get("rope_type", main.get("type")) or "default"
+    kind = _kind(keys, main)
     if model_type == "phi3" and kind in ("su", "yarn"):
         kind = "longrope"  # its names in the first files
     original = keys.take("original_max_position_embeddings") or keys.defaults.get("original_max_position_embeddings")
-    if model_type == "gpt_oss" and not main and not keys.raw.get("rope_scaling"):
+    if model_type == "gpt_oss" and not main:  # what its config class assumes
         kind, main = "yarn", {"factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
     if kind == "default":
         return None

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -12,6 +11,7 @@ from litgpt.errors import UserError
 
 Kind = Literal["size", "count", "number", "positive", "flag", "text"]
 
+_HUGE = 1e300
 _MEANING: dict[Kind, str] = {
     "size": "a whole number above 0",
     "count": "a whole number, 0 or more",
@@ -22,6 +22,11 @@ _MEANING: dict[Kind, str] = {
 }
 
 
+def words(text: str) -> frozenset[str]:
+    """The words of a text as a set."""
+    return frozenset(text.split())
+
+
 def typed(key: str, value: Any, kind: Kind) -> Any:
     """Return `value` as its `kind`, or raise a `UserError` that names the key."""
     if kind == "flag":
@@ -29,7 +34,7 @@ def typed(key: str, value: Any, kind: Kind) -> Any:
     elif kind == "text":
         fits = isinstance(value, str)
     else:
-        fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _HUGE  # false for NaN
         if fits and kind in ("size", "count"):
             fits = value == int(value) and value >= (1 if kind == "size" else 0)
             value = int(value) if fits else value

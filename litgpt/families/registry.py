@@ -3,7 +3,7 @@
 """The models known by name: how a family is written down, and looking one up.
 
 A family is a file beside this one with a list `FAMILIES`. Its fields start from what the `model_type` implies
-(`from_hf.ARCHITECTURES`), then come the family's base and the row of the size.
+(`architectures.ARCHITECTURES`), then come the family's base and the row of the size.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from litgpt.errors import UserError
-from litgpt.families.from_hf import ARCHITECTURES
+from litgpt.families.architectures import ARCHITECTURES
 
 MODULES = ("gemma", "llama", "llama_others", "mistral", "phi", "pythia", "qwen", "smollm")
 
@@ -159,13 +159,22 @@ def guess_family(fields: Mapping[str, Any]) -> dict[str, Any]:
         ("phi", "phi"),
         ("mistral", "mistral"),
     )
-    by_shape = {"LLaMAMoE": "mixtral", "GptNeoxMLP": "gpt_neox", "GemmaMLP": "gemma"}
-    family = next((kind for part, kind in by_name if part in low), by_shape.get(mlp, "llama"))
-    if fields.get("latent_attention"):
-        family = "deepseek_v3"
+    family = next((kind for part, kind in by_name if part in low), None) or _family_by_shape(fields, mlp)
     out: dict[str, Any] = {"family": family}
     if "Gemma" in name:
         out["norm_unit_offset"] = out["tie_embeddings"] = True
     if "OLMo" in name and fields.get("norm_class_name", "LayerNorm") == "LayerNorm":
         out["norm_affine"] = False
+    if mlp == "LLaMAMoE":
+        out["moe_router"] = "sigmoid" if fields.get("n_expert_groups") else "topk_softmax"
     return out
+
+
+def _family_by_shape(fields: Mapping[str, Any], mlp: str) -> str:
+    if fields.get("latent_attention"):
+        return "deepseek_v3"
+    if mlp == "LLaMAMoE":
+        return "qwen3_moe" if fields.get("norm_qk") else "mixtral"
+    if mlp == "LLaMAMLP":
+        return "qwen3" if fields.get("norm_qk") else "qwen2" if fields.get("attn_bias") else "llama"
+    return "gemma" if mlp == "GemmaMLP" else "gpt_neox"
