@@ -11,12 +11,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
 
-from litgpt.checkpoint.plan import HEAD, Plan, plan_import
+from litgpt.checkpoint.plan import HEAD, ModelT, Plan, build_empty, plan_import
 from litgpt.checkpoint.safetensors_file import write_safetensors
 from litgpt.checkpoint.save import FolderWriter, read_manifest
 from litgpt.checkpoint.source import LITGPT_FILE, Source, open_source
@@ -27,8 +27,6 @@ from litgpt.errors import UserError
 
 if TYPE_CHECKING:
     from litgpt.model import GPT
-
-ModelT = TypeVar("ModelT", bound="GPT")
 
 _CHUNK = 16 << 20  # bytes copied before mapped pages are let go
 _ARCHITECTURES = {"gemma3_text": "Gemma3ForCausalLM"}  # of language models that come inside multi-modal ones
@@ -71,8 +69,7 @@ def load_model(
         elif overrides:
             config = dataclasses.replace(config, **overrides)
         plan = plan_import(source, config)
-        with torch.device("meta"):
-            model = gpt_class(plan.config)
+        model = build_empty(gpt_class, plan.config)
         _allocate(model, dtype or plan.dtype, torch.device(device or "cpu"))
         _fill(model, plan, source)
     return model.eval()
@@ -149,7 +146,7 @@ def export_hf(
         out_dir: the folder, which may hold an earlier export but no other weights.
         hf_config: the `config.json` the model came with (`Source.hf_config`); what the tensors decide (dtype, rows of
             the embedding, tied or not) is brought up to date.
-        files: further files by name, such as those of the tokenizer (`companion_files`).
+        files: further files by name, such as those of the tokenizer (`Source.companion_files`).
         shard_size: largest file of weights in bytes.
 
     Raises:
@@ -175,6 +172,34 @@ def export_hf(
                 "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map}
             )
         folder.write_json("config.json", _updated_config(hf_config, config, infos))
+        for name, content in (files or {}).items():
+            folder.write_bytes(name, content)
+
+
+def save_litgpt(
+    weights: nn.Module | Mapping[str, Tensor],
+    config: Config,
+    out_dir: str | Path,
+    hf_config: Mapping[str, Any] | None = None,
+    files: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write a LitGPT folder: `lit_model.pth`, `model_config.yaml` and what comes with them.
+
+    Args:
+        weights: the plain model, or its state dict.
+        config: its architecture.
+        out_dir: the folder; files of the same names are replaced.
+        hf_config: content of `config.json`, which exporting to Hugging Face needs later.
+        files: further files by name, such as those of the tokenizer (`Source.companion_files`).
+    """
+    state = dict(weights.state_dict() if isinstance(weights, nn.Module) else weights)
+    with FolderWriter(out_dir) as folder:
+        with folder.file(LITGPT_FILE) as path:
+            torch.save(state, path)
+        with folder.file("model_config.yaml") as path:
+            config.save(path)
+        if hf_config is not None:
+            folder.write_json("config.json", dict(hf_config))
         for name, content in (files or {}).items():
             folder.write_bytes(name, content)
 

@@ -8,9 +8,10 @@ import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from litgpt.checkpoint.source import Source
 from litgpt.checkpoint.tables import Link, Table, summarize
@@ -18,7 +19,11 @@ from litgpt.checkpoint.types import TensorInfo
 from litgpt.config import Config
 from litgpt.errors import UserError
 
+if TYPE_CHECKING:
+    from litgpt.model import GPT
+
 logger = logging.getLogger(__name__)
+ModelT = TypeVar("ModelT", bound="GPT")
 
 EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"
 
@@ -29,6 +34,23 @@ class Plan(NamedTuple):
     config: Config
     links: dict[str, list[Link]]
     dtype: torch.dtype  # the one most of the weights are stored in
+
+
+class _NoDraws(TorchFunctionMode):
+    """Skips random initialisation, which is of no use without storage and imports torch's compiler (seconds) there."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in ("normal_", "uniform_", "kaiming_uniform_"):
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+def build_empty(gpt_class: type[ModelT], config: Config) -> ModelT:
+    """A model on the meta device: shapes without storage."""
+    with torch.device("meta"), _NoDraws():
+        return gpt_class(config)
 
 
 def plan_import(source: Source, config: Config) -> Plan:
@@ -109,8 +131,7 @@ def _expected_shapes(config: Config) -> dict[str, torch.Tensor]:
     from litgpt.model import GPT
 
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(Config)}
-    with torch.device("meta"):
-        return GPT(Config(**fields)).state_dict()
+    return build_empty(GPT, Config(**fields)).state_dict()
 
 
 def _check(

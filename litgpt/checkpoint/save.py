@@ -94,7 +94,7 @@ class FolderWriter:
         self._write_manifest(complete=True)
 
     def _write_manifest(self, complete: bool) -> None:
-        files = {name: {} for name in sorted(self._names)}
+        files: dict[str, dict[str, Any]] = {name: {} for name in sorted(self._names)}
         if complete:
             files = {name: _describe(self.folder / name) for name in files if (self.folder / name).is_file()}
         with atomic_write(self.folder / MANIFEST) as path:

@@ -29,6 +29,18 @@ if TYPE_CHECKING:
 Kind = Literal["hf", "gguf", "litgpt"]
 
 LITGPT_FILE = "lit_model.pth"
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+    "prompt_style.yaml",
+)
 _AGAIN = "download or convert the model again"
 
 
@@ -52,6 +64,10 @@ class Source(ABC):
     @abstractmethod
     def hf_config(self) -> dict[str, Any]:
         """The content of `config.json`, for exporting."""
+
+    def companion_files(self) -> dict[str, bytes]:
+        """The files beside the weights that a copy of the model needs: tokenizer, chat template, generation settings."""
+        return {name: (self.path / name).read_bytes() for name in COMPANIONS if (self.path / name).is_file()}
 
     @abstractmethod
     def tensors(self) -> dict[str, TensorInfo]:
@@ -114,7 +130,9 @@ class FolderSource(Source):
 
     def config(self, config_class: type[Config] = Config, **overrides: Any) -> Config:
         """Read `config.json`."""
-        return config_class.from_hf(self.path, **overrides)
+        if (self.path / "config.json").is_file():
+            return config_class.from_hf(self.path, **overrides)
+        return config_class.from_checkpoint(self.path, **overrides)
 
     def hf_config(self) -> dict[str, Any]:
         """The content of `config.json`."""
@@ -144,12 +162,12 @@ class FolderSource(Source):
 
 
 class LitGPTSource(FolderSource):
-    """A folder with `lit_model.pth` and `model_config.yaml`."""
+    """A folder with `lit_model.pth` (or weights of another name) and `model_config.yaml`."""
 
     kind: Kind = "litgpt"
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, TorchFile, LITGPT_FILE)
+    def __init__(self, path: Path, file: str = LITGPT_FILE) -> None:
+        super().__init__(path, TorchFile, file)
 
     def config(self, config_class: type[Config] = Config, **overrides: Any) -> Config:
         """Read `model_config.yaml`."""
@@ -179,11 +197,16 @@ class GGUFSource(Source):
 
     def config(self, config_class: type[Config] = Config, **overrides: Any) -> Config:
         """Read the metadata."""
-        return config_class.from_hf(self.file.hf_config(), **overrides)
+        return config_class.from_hf(self.file.hf_config(), **({"name": self.path.stem} | overrides))
 
     def hf_config(self) -> dict[str, Any]:
         """The metadata as `config.json` would say it."""
         return self.file.hf_config()
+
+    def companion_files(self) -> dict[str, bytes]:
+        """The tokenizer and generation settings, rebuilt from the metadata."""
+        files = self.file.tokenizer_files()
+        return {name: json.dumps(content, ensure_ascii=False).encode("utf-8") for name, content in files.items()}
 
     def tensors(self) -> dict[str, TensorInfo]:
         """Shape and dtype of every tensor as it will be after dequantizing."""
