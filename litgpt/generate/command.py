@@ -1,0 +1,80 @@
+# Licensed under the Apache License 2.0, see the LICENSE file.
+
+"""What `litgpt generate` does once its options are read."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import torch
+
+from litgpt.errors import UserError
+from litgpt.generate.engine import Engine, with_seeds
+from litgpt.generate.loading import load, with_stops_of
+from litgpt.generate.types import Result, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+def run(
+    checkpoint_dir: str | Path,
+    prompt: str,
+    params: SamplingParams,
+    *,
+    sys_prompt: str | None = None,
+    prompt_style: str | None = None,
+    num_samples: int = 1,
+    precision: str | None = None,
+    device: str | None = None,
+    kv_cache: str = "dense",
+    compile: bool = False,
+) -> None:
+    """Load a model and print continuations; see `litgpt.generate.base.main` for the arguments."""
+    if num_samples < 1:
+        raise UserError(f"num_samples must be at least 1, got {num_samples}")
+    loaded = load(checkpoint_dir, precision=precision, device=device, prompt_style=prompt_style)
+    ids = loaded.encode(prompt, sys_prompt)
+    params = with_stops_of(loaded.prompt_style, loaded.tokenizer, params)
+    engine = loaded.engine(kv_cache=kv_cache, compile=compile)
+    for sample_params in with_seeds(params, num_samples):
+        _report(_print_continuation(engine, ids, sample_params))
+    logger.info("memory: %s", _memory_used())
+
+
+def _print_continuation(engine: Engine, ids: list[int], params: SamplingParams) -> Result:
+    """Write one continuation to standard output as it comes."""
+    with engine.stream([ids], params) as stream:
+        for event in stream:
+            sys.stdout.write(event.text)
+            sys.stdout.flush()
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    return stream.results[0]
+
+
+def _report(result: Result) -> None:
+    timing = result.timing
+    logger.info(
+        "prefill: %d tokens in %.2f s, %.1f tokens/s; decode: %d tokens in %.2f s, %.1f tokens/s (%s)",
+        timing.prompt_tokens,
+        timing.prefill_seconds,
+        timing.prefill_rate,
+        timing.new_tokens,
+        timing.decode_seconds,
+        timing.decode_rate,
+        result.finish_reason,
+    )
+
+
+def _memory_used() -> str:
+    """The most memory taken so far, of the GPU if one is in use."""
+    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
+        return f"{torch.cuda.max_memory_allocated() / 1e9:.2f} GB on the GPU"
+    try:
+        import resource
+    except ImportError:  # Windows
+        return "unknown"
+    unit = 1 if sys.platform == "darwin" else 1024
+    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9:.2f} GB"
