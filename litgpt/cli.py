@@ -66,6 +66,8 @@ def build_parser(name: str, function: Callable[..., Any]) -> ArgumentParser:
     # Abbreviated options stay allowed: scripts written for LitGPT may use them.
     parser = jsonargparse.ArgumentParser(prog=f"litgpt {name}", exit_on_error=False, allow_abbrev=True)
     parser.add_argument("--config", action="config", help="YAML file or URL with values for these options.")
+    # Where annotations are strings, jsonargparse executes the module's TYPE_CHECKING blocks, which would import torch.
+    function.__annotations__ = typing.get_type_hints(function)
     parser.add_function_arguments(function, as_positional=True, fail_untyped=False)
     return parser
 
