@@ -246,9 +246,9 @@ def save_tiny(name: str, folder: Path, seed: int = 0, **overrides: Any) -> Any:
     return model
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def tiny_pair(name: str) -> tuple[Any, GPT]:
-    """Return a row's `transformers` model and ours, loaded from the same folder. Shared by all tests: do not change them."""
+    """Return the `transformers` model of a row and ours, from one folder. All tests share them: never change them."""
     from litgpt.model import GPT
 
     with tempfile.TemporaryDirectory() as folder:
