@@ -78,9 +78,9 @@ class GGUFFile:
         data = stored.data
         if origin.expert is not None:
             data = data[origin.expert]
-        if origin.rows is not None:
-            data = data[origin.rows]
         tensor = _to_tensor(data, stored.type_name)
+        if origin.rows is not None:
+            tensor = tensor[origin.rows]
         return tensor if origin.transform is None else origin.transform(tensor)
 
     def tokenizer_files(self) -> dict[str, Any]:

@@ -279,22 +279,29 @@ def _rope_scaling(facts: _Facts) -> dict[str, Any] | None:
         return {"rope_type": "longrope", "long_factor": long, "short_factor": short}
     if facts.has("rope_freqs.weight"):
         return _scaling_from_factors(facts, _factors(facts, "rope_freqs.weight"))
-    kind = facts.get("rope.scaling.type", "none")
-    factor = facts.get("rope.scaling.factor") or facts.get("rope.scale_linear")
-    if not factor or factor == 1.0 or kind == "none" and "rope.scale_linear" not in str(facts.metadata.keys()):
+    # Files from before `rope.scaling.type` have a linear factor or none.
+    kind = facts.get("rope.scaling.type", "linear")
+    factor = facts.number("rope.scaling.factor", facts.number("rope.scale_linear", 1.0))
+    if kind == "none" or factor in (0.0, 1.0):
         return None
-    if kind in ("linear", "none"):
-        return {"rope_type": "linear", "factor": _tidy(factor)}
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
         raise UserError(f"rope scaling {kind!r} of the GGUF file is not supported", "supported are linear and yarn")
+    return _yarn(facts, factor)
+
+
+def _yarn(facts: _Facts, factor: float) -> dict[str, Any]:
     scaling = {
         "rope_type": "yarn",
-        "factor": _tidy(factor),
+        "factor": factor,
         "original_max_position_embeddings": facts.get("rope.scaling.original_context_length"),
         "beta_fast": facts.get("rope.scaling.yarn_beta_fast"),
         "beta_slow": facts.get("rope.scaling.yarn_beta_slow"),
-        "attention_factor": facts.get("rope.scaling.attn_factor"),
     }
+    share = facts.number("rope.scaling.attn_factor", 1.0)
+    if share != 1.0:  # of the usual factor; Hugging Face wants the product
+        scaling["attention_factor"] = share * (1.0 + 0.1 * math.log(factor))
     return {key: value for key, value in scaling.items() if value is not None}
 
 
@@ -304,7 +311,10 @@ def _factors(facts: _Facts, name: str) -> list[float]:
     stored = facts.tensors[name]
     if stored.type_name != "F32":
         raise UserError(f"{name} is {stored.type_name} in the GGUF file, it must be F32")
-    return [_tidy(value) for value in stored.data.view(np.float32).tolist()]
+    factors = [_tidy(value) for value in stored.data.view(np.float32).ravel().tolist()]
+    if not all(0.0 < factor < math.inf for factor in factors):
+        raise UserError(f"{name} in the GGUF file holds values that are no factors", "download it again")
+    return factors
 
 
 def _scaling_from_factors(facts: _Facts, factors: list[float]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ class Origin(NamedTuple):
     transform: Transform | None = None
 
     def shape(self, stored: StoredTensor) -> tuple[int, ...]:
+        """Shape of the Hugging Face tensor."""
         shape = stored.shape[1:] if self.expert is not None else stored.shape
         return shape if self.rows is None else (self.rows.stop - self.rows.start, *shape[1:])
 

@@ -36,6 +36,7 @@ DEEPSEEK_V3 = (
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{WHITE_SPACE}"
 )
 DIGIT, THREE_DIGITS, NUMBER = r"\p{N}", r"[0-9][0-9][0-9]", r"\p{N}{1,3}"
+CASED = r"[\p{Lu}\p{Ll}\p{Lt}]+"
 CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 CJK_AND_KANA = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 
@@ -88,6 +89,9 @@ _NAMES: dict[PreTokenizer, str] = {
     _GPT4O: "gpt-4o llama4 kanana2 minimax-m2",
     PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", GPT2, THREE_DIGITS)): "falcon",
     PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CJK, DIGIT)): "deepseek-coder",
+    PreTokenizer(
+        (r"[\r\n]", rf"\s?{CASED}", r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+", r"\s+$", CJK, r"\p{N}+")
+    ): "deepseek-llm",
     PreTokenizer((NUMBER, CJK_AND_KANA, DEEPSEEK_V3)): "deepseek-v3 hunyuan-dense",
 }
 PRE_TOKENIZERS = {name: splitting for splitting, names in _NAMES.items() for name in names.split()}
