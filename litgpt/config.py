@@ -129,7 +129,7 @@ class Config:
     def __post_init__(self) -> None:
         self.name = self.name or str(self.hf_config.get("name", ""))
         if self.head_size is None:
-            if self.n_embd % self.n_head:
+            if self.n_head < 1 or self.n_embd % self.n_head:
                 raise ValueError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}: give head_size")
             self.head_size = self.n_embd // self.n_head
         if self.padded_vocab_size is None:
@@ -266,7 +266,7 @@ class Config:
             implied = _implied(fields)
             hub = {key: value for key, value in fields.get("hf_config", {}).items() if key not in IN_HF_CONFIG}
             return cls(**(implied | fields | {"hf_config": hub} | kwargs))
-        except (ArithmeticError, TypeError, ValueError) as error:
+        except (TypeError, ValueError) as error:
             raise UserError(f"{path}: {error}") from error
 
     @classmethod

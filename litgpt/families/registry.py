@@ -158,6 +158,12 @@ def guess_family(fields: Mapping[str, Any]) -> dict[str, Any]:
         ("phi-4", "phi3"),
         ("phi", "phi"),
         ("mistral", "mistral"),
+        ("olmo-2", "olmo2"),
+        ("olmo", "olmo"),
+        ("falcon-", "falcon"),
+        ("stablelm-3b", "stablelm"),
+        ("stablelm-zephyr", "stablelm"),
+        ("stable-code", "stablelm"),
     )
     family = next((kind for part, kind in by_name if part in low), None) or _family_by_shape(fields, mlp)
     out: dict[str, Any] = {"family": family}

@@ -1,0 +1,624 @@
+# Licensed under the Apache License 2.0, see the LICENSE file.
+
+"""`config.json` -> `Config`, against `transformers` and hand-written files; and the models known by name."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from litgpt.config import EXPLICIT, Config, configs, name_to_config
+from litgpt.errors import UserError
+from litgpt.families.registry import MODULES, layer_pattern
+from tests import tiny
+
+LLAMA_32_1B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.45.0.dev0",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+QWEN_25_05B: dict[str, Any] = {
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 24,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3_30B: dict[str, Any] = {
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+GEMMA_2_2B: dict[str, Any] = {
+    "attn_logit_softcapping": 50.0,
+    "cache_implementation": "hybrid",
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma2",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "vocab_size": 256000,
+}
+GEMMA_3_4B: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "initializer_range": 0.02,
+    "mm_tokens_per_image": 256,
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}
+MISTRAL_V01: dict[str, Any] = {
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+PYTHIA_70M: dict[str, Any] = {
+    "hidden_act": "gelu",
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 2048,
+    "model_type": "gpt_neox",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 6,
+    "rotary_emb_base": 10000,
+    "rotary_pct": 0.25,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "use_parallel_residual": True,
+    "vocab_size": 50304,
+}
+PHI_2: dict[str, Any] = {
+    "attention_dropout": 0.0,
+    "embd_pdrop": 0.0,
+    "hidden_act": "gelu_new",
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 2048,
+    "model_type": "phi",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "partial_rotary_factor": 0.4,
+    "qk_layernorm": False,
+    "resid_pdrop": 0.1,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 51200,
+}
+DEEPSEEK_V3: dict[str, Any] = {
+    "attention_bias": False,
+    "aux_loss_alpha": 0.001,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+GPT_OSS: dict[str, Any] = {
+    "attention_bias": True,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+PHI_35_MINI: dict[str, Any] = {
+    "attention_bias": False,
+    "embd_pdrop": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "model_type": "phi3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {"long_factor": [2.0] * 48, "short_factor": [1.0] * 48, "type": "su"},
+    "rope_theta": 10000.0,
+    "sliding_window": 262144,
+    "tie_word_embeddings": False,
+    "vocab_size": 32064,
+}
+# Files as published. The name is that of the same model in the registry.
+PUBLISHED = {
+    "Llama-3.2-1B": LLAMA_32_1B,
+    "Qwen2.5-0.5B": QWEN_25_05B,
+    "Qwen3-30B-A3B": QWEN3_30B,
+    "Gemma-2-2b": GEMMA_2_2B,
+    "Gemma-3-4b-it": GEMMA_3_4B,
+    "Mistral-7B-v0.1": MISTRAL_V01,
+    "pythia-70m": PYTHIA_70M,
+    "phi-2": PHI_2,
+}
+EVERY_TYPE = {f["model_type"]: f for f in (*PUBLISHED.values(), DEEPSEEK_V3, GPT_OSS, PHI_35_MINI)}
+
+# SHA-256 of the fields that LitGPT 0.5.13 has for these models: `fingerprint` over its own `configs`.
+LITGPT_FINGERPRINTS = {
+    "gemma": "de4e74864ab8ead2",
+    "llama": "6c211e61f6ae4de0",
+    "llama_others": "ae2d8ec8b7195f4f",
+    "mistral": "6ce969e1044bc658",
+    "phi": "4df0faa053160031",
+    "pythia": "59f7bdcfca787d4b",
+    "qwen": "5bd24f80fb1ea22b",
+    "smollm": "29cef80b2c9fa457",
+}
+
+
+def old_spelling(v5: dict[str, Any]) -> dict[str, Any]:
+    """What transformers 4 wrote for the same model."""
+    out = dict(v5)
+    out["torch_dtype"] = out.pop("dtype", None)
+    rope = copy.deepcopy(out.pop("rope_parameters"))
+    out.pop("layer_types", None) if v5["model_type"] in ("qwen2", "qwen3") else None
+    if "full_attention" in rope:
+        out["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    neox = v5["model_type"] == "gpt_neox"
+    out["rotary_emb_base" if neox else "rope_theta"] = rope.pop("rope_theta")
+    if (share := rope.pop("partial_rotary_factor", None)) is not None:
+        out["rotary_pct" if neox else "partial_rotary_factor"] = share
+    rope["type"] = rope.pop("rope_type")
+    out["rope_scaling"] = None if rope["type"] == "default" else rope
+    return out
+
+
+@pytest.mark.parametrize("name", tiny.NAMES)
+def test_every_spelling_of_a_file_means_the_same(name: str, tmp_path: Path) -> None:
+    hf = tiny.tiny_hf_config(name)
+    config = Config.from_hf(hf.to_dict())
+    hf.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert Config.from_hf(tmp_path, name="") == config
+    assert Config.from_hf(old_spelling(saved)) == config
+    assert config.family == hf.model_type
+    assert (config.n_layer, config.n_embd, config.n_head) == (hf.num_hidden_layers, hf.hidden_size, 4)
+    assert (config.vocab_size, config.padded_vocab_size, config.block_size) == (113, 113, 64)
+
+
+@pytest.mark.parametrize("name", tiny.NAMES)
+def test_layers_are_those_of_transformers(name: str) -> None:
+    model = tiny.tiny_hf_model(name)
+    hf, config = model.config, Config.from_hf(model.config.to_dict())
+    backbone = getattr(model, model.base_model_prefix)
+    rotary = backbone.rotary_emb
+    for i, layer in enumerate(backbone.layers):
+        attention = getattr(layer, "self_attn", None) or layer.attention
+        assert config.attention_scale == pytest.approx(attention.scaling, rel=1e-6)
+        kind = getattr(hf, "layer_types", None)
+        window = getattr(hf, "sliding_window", None)
+        sliding = kind[i] == "sliding_attention" if kind else window is not None
+        assert config.layer_window(i) == (window if sliding else None)
+        assert config.layer_is_moe(i) == (hasattr(layer.mlp, "experts"))
+    if "sliding_attention" not in hf.rope_parameters:
+        adjustments = config.rope_adjustments or {}
+        assert adjustments.get("attention_factor", 1.0) == pytest.approx(rotary.attention_scaling, rel=1e-6)
+        assert len(rotary.inv_freq) == -(-config.rope_n_elem // 2)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_files_agree_with_the_registry(name: str) -> None:
+    from_file, known = vars(Config.from_hf(PUBLISHED[name])), vars(Config.from_name(name))
+    differ = {key for key in known if from_file[key] != known[key]}
+    allowed = {"name", "hf_config", "prompt_style", "vocab_size", "padding_multiple", "rope_adjustments"}
+    if name == "Mistral-7B-v0.1":
+        allowed |= {"block_size"}  # LitGPT stops at the window
+    if name.startswith("Gemma"):
+        allowed |= {"norm_eps"}  # 1e-6 in the file; LitGPT says 1e-5
+    if name == "Gemma-3-4b-it":
+        allowed |= {"padded_vocab_size"}  # the published embedding has 64 rows more
+    if name == "Qwen3-30B-A3B":
+        allowed |= {"moe_router", "norm_topk_prob"}  # two spellings of the same weights
+    assert differ <= allowed
+    if (rope := known["rope_adjustments"]) is not None:
+        assert {key: value for key, value in from_file["rope_adjustments"].items() if key != "rope_type"} == rope
+
+
+def test_gemma_3_multimodal_file() -> None:
+    config = Config.from_hf(GEMMA_3_4B)
+    assert (config.family, config.n_head, config.n_query_groups, config.head_size) == ("gemma3_text", 8, 4, 256)
+    assert config.padded_vocab_size == 262208
+    assert config.rope_adjustments == {"rope_type": "linear", "factor": 8.0}
+    assert [config.layer_window(i) for i in range(6)] == [1024] * 5 + [None]
+    assert [config.layer_rope(i) for i in range(6)] == [1] * 5 + [0]
+    assert (config.rope_base, config.rope_local_base_freq) == (1e6, 1e4)
+    assert config.norm_unit_offset
+    assert config.tie_embeddings
+
+
+def test_deepseek_v3_file() -> None:
+    config = Config.from_hf(DEEPSEEK_V3)
+    assert config.attention_scale == pytest.approx(192**-0.5 * 1.3688879454113936**2)
+    assert config.rope_adjustments is not None
+    assert config.rope_adjustments["attention_factor"] == 1.0
+    assert [config.layer_is_moe(i) for i in (0, 2, 3, 60)] == [False, False, True, True]
+    assert (config.moe_router, config.n_expert_groups, config.n_topk_groups) == ("sigmoid", 8, 4)
+    assert config.moe_correction_bias
+    assert config.rope_interleave
+
+
+def test_gpt_oss_file() -> None:
+    config = Config.from_hf(GPT_OSS)
+    assert (config.n_expert, config.n_expert_per_token, config.moe_intermediate_size) == (32, 4, 2880)
+    assert config.attention_sinks
+    assert config.attn_bias
+    assert config.attn_proj_bias
+    assert config.rope_adjustments is not None
+    assert config.rope_adjustments["truncate"] is False
+    assert config.layer_window(0) == 128
+    assert config.layer_window(1) is None
+    without = {key: value for key, value in GPT_OSS.items() if key not in ("rope_scaling", "layer_types")}
+    assert Config.from_hf(without) == config
+
+
+def test_longrope_file() -> None:
+    rope = Config.from_hf(PHI_35_MINI).rope_adjustments
+    assert rope is not None
+    assert (rope["rope_type"], rope["original_max_seq_len"], len(rope["long_factor"])) == ("longrope", 4096, 48)
+    assert rope["attention_factor"] == pytest.approx(1.1902380714238083)
+    short = PHI_35_MINI["rope_scaling"] | {"short_factor": [1.0]}
+    with pytest.raises(UserError, match="short_factor has 1 entries, 48"):
+        Config.from_hf(PHI_35_MINI | {"rope_scaling": short})
+
+
+def test_deepseek_v2_file() -> None:
+    v3_only = ("num_nextn_predict_layers", "topk_method", "scoring_func", "norm_topk_prob")
+    raw = {key: value for key, value in DEEPSEEK_V3.items() if key not in v3_only}
+    raw |= {"model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": "greedy", "norm_topk_prob": False}
+    config = Config.from_hf(raw)
+    assert (config.moe_router, config.n_expert_groups, config.moe_correction_bias) == ("softmax_topk", None, False)
+    grouped = Config.from_hf(raw | {"topk_method": "group_limited_greedy"})
+    assert (grouped.n_expert_groups, grouped.n_topk_scores_per_group) == (8, 1)
+
+
+def test_dense_layers_between_mixtures() -> None:
+    config = Config.from_hf(QWEN3_30B | {"mlp_only_layers": [1], "decoder_sparse_step": 1})
+    assert [config.layer_is_moe(i) for i in range(3)] == [True, False, True]
+    config = Config.from_hf(QWEN3_30B | {"decoder_sparse_step": 2})
+    assert [config.layer_is_moe(i) for i in range(3)] == [False, True, False]
+
+
+def test_a_biased_and_an_unbiased_neox() -> None:
+    assert Config.from_hf(PYTHIA_70M).bias
+    config = Config.from_hf(PYTHIA_70M | {"attention_bias": False})
+    assert (config.bias, config.attn_bias, config.mlp_bias) == (False, False, True)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh"])
+def test_gemma_1_means_tanh_whatever_it_says(activation: str) -> None:
+    raw = GEMMA_2_2B | {"model_type": "gemma", "hidden_act": activation, "hidden_activation": None}
+    for key in ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "sliding_window"):
+        del raw[key]
+    config = Config.from_hf(raw)
+    assert (config.mlp_class_name, config.gelu_approximate) == ("GemmaMLP", "tanh")
+    assert Config.from_hf(LLAMA_32_1B | {"hidden_act": "gelu"}).gelu_approximate == "none"
+
+
+# Errors
+
+
+def test_unknown_keys_are_listed_together() -> None:
+    with pytest.raises(UserError, match="another_thing, swiglu_limit, use_magic") as caught:
+        Config.from_hf(LLAMA_32_1B | {"use_magic": True, "another_thing": 1, "swiglu_limit": 7.0, "unset": None})
+    assert caught.value.hint
+
+
+def test_unknown_type_lists_the_known_ones() -> None:
+    with pytest.raises(UserError, match="'mamba2' is not supported") as caught:
+        Config.from_hf(LLAMA_32_1B | {"model_type": "mamba2"})
+    assert "gemma3_text" in caught.value.hint
+    for missing in ({}, {"model_type": None}, {"model_type": ["llama"]}):
+        with pytest.raises(UserError, match="no model_type"):
+            Config.from_hf(missing)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantized .method 'awq'"),
+        ({"quantization": {"bits": 4}}, "quantized"),
+        ({"hidden_size": "2048"}, "hidden_size is '2048', expected a whole number"),
+        ({"hidden_size": 2048.5}, "hidden_size is 2048.5"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"vocab_size": None}, "lacks vocab_size"),
+        ({"rope_theta": float("nan")}, "rope_theta is nan"),
+        ({"tie_word_embeddings": "yes"}, "expected true or false"),
+        ({"num_key_value_heads": 5}, "n_head 32 is not a multiple of n_query_groups 5"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
+        ({"rope_scaling": {"rope_type": "mystery"}}, "rope_type 'mystery' is not supported"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor, high_freq_factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2, "mrope_section": [1]}}, "mrope_section"),
+        ({"rope_scaling": {"rope_type": ["linear"]}}, "rope_type is"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear', expected an object"),
+        ({"rope_parameters": {"rope_type": "default"}}, "both rope_scaling and rope_parameters"),
+        ({"rope_interleaved": True}, "rope_interleaved is True, only False is supported"),
+        ({"num_experts_per_tok": 2}, "unknown keys"),
+    ],
+)
+def test_wrong_values_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Config.from_hf(LLAMA_32_1B | change)
+
+
+def test_contradicting_layers() -> None:
+    with pytest.raises(UserError, match="layer_types disagree"):
+        Config.from_hf(MISTRAL_V01 | {"layer_types": ["full_attention"] * 32})
+    with pytest.raises(UserError, match="layer_types has 2 entries for 26 layers"):
+        Config.from_hf(GEMMA_2_2B | {"layer_types": ["full_attention"] * 2})
+    with pytest.raises(UserError, match="sliding_window is not set"):
+        Config.from_hf(GEMMA_2_2B | {"sliding_window": None})
+    with pytest.raises(UserError, match="may hold full_attention and sliding_attention only"):
+        Config.from_hf(GEMMA_2_2B | {"layer_types": ["linear_attention"] * 26})
+    with pytest.raises(UserError, match="use_bidirectional_attention"):
+        Config.from_hf(GEMMA_2_2B | {"use_bidirectional_attention": True})
+    with pytest.raises(UserError, match="gives sliding_window twice: 4096 and 128"):
+        Config.from_hf(GEMMA_2_2B | {"sliding_window_size": 128})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"model_type": "llama", ' + "[" * 100_000])
+def test_damaged_files(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=r"config\.json"):
+        Config.from_hf(tmp_path)
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="not valid JSON"):
+        Config.from_hf(tmp_path)
+
+
+def test_byte_order_mark_is_tolerated(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PYTHIA_70M), encoding="utf-8-sig")
+    assert Config.from_hf(tmp_path).n_layer == 6
+
+
+def _places(raw: dict[str, Any]) -> list[tuple[str, ...]]:
+    outer: list[tuple[str, ...]] = [(key,) for key in raw]
+    return outer + [(key, part) for key, value in raw.items() if isinstance(value, dict) for part in value]
+
+
+def _survives(raw: dict[str, Any]) -> bool:
+    """Whether the file is accepted; anything but a `UserError` passes through and fails the test."""
+    try:
+        Config.from_hf(raw)
+    except UserError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("model_type", EVERY_TYPE)
+def test_any_single_damage_is_a_user_error_or_harmless(model_type: str) -> None:
+    raw = EVERY_TYPE[model_type]
+    needed = {"model_type", "hidden_size", "intermediate_size", "num_hidden_layers"}
+    for place in _places(raw):
+        for value in (..., None, "text", -1, 0, 1.5, True, [], {}, [None], {"a": 1}, 10**400, float("inf")):
+            damaged: Any = copy.deepcopy(raw)
+            parent = damaged[place[0]] if len(place) == 2 else damaged
+            if value is ...:
+                del parent[place[-1]]
+            else:
+                parent[place[-1]] = value
+            survived = _survives(damaged)
+            if place[-1] in needed and value is ... and "vision_config" not in place and model_type != "gemma3":
+                assert not survived, place
+
+
+# The registry
+
+
+def fingerprint(fields: list[dict[str, Any]]) -> str:
+    """One number for the LitGPT fields of many configs."""
+    rows = []
+    for row in sorted(fields, key=lambda row: row["name"]):
+        kept = {key: value for key, value in row.items() if key not in EXPLICIT}
+        if kept.get("moe_intermediate_size") == kept.get("intermediate_size"):
+            kept["moe_intermediate_size"] = None  # LitGPT fills it in later
+        rows.append(kept)
+    return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_models_have_litgpts_values(module: str) -> None:
+    families = importlib.import_module(f"litgpt.families.{module}").FAMILIES
+    names = [c["name"] for family in families for c in family.configs() if "270m" not in c["name"]]
+    assert fingerprint([vars(Config.from_name(name)) for name in names]) == LITGPT_FINGERPRINTS[module]
+
+
+def test_spot_rows() -> None:
+    assert len(configs) == len(name_to_config) >= 185
+    config = Config.from_name("Gemma-2-27b-it")
+    assert (config.n_layer, config.attention_scores_scalar, config.sliding_window_indices) == (46, 144, [1, 0] * 23)
+    assert (config.family, config.prompt_style) == ("gemma2", "gemma")
+    assert config.norm_unit_offset
+    assert config.scale_embeddings
+    assert Config.from_name("Gemma-2-27b").prompt_style is None
+    config = Config.from_name("meta-llama/Meta-Llama-3.1-8B-Instruct")
+    assert (config.name, config.prompt_style, config.block_size) == ("Llama-3.1-8B-Instruct", "llama3", 131072)
+    config = Config.from_name("Qwen3-30B-A3B")
+    assert (config.moe_router, config.n_expert, config.head_size) == ("topk_softmax", 128, 128)
+    assert Config.from_name("SmolLM2-135M").tie_embeddings
+    assert not Config.from_name("Qwen2.5-7B").tie_embeddings
+
+
+def test_prompt_styles_exist() -> None:
+    from litgpt.prompts import prompt_styles
+
+    assert {c["prompt_style"] for c in configs} - {None} <= set(prompt_styles)
+
+
+def test_every_config_is_consistent() -> None:
+    for fields in configs:
+        config = Config(**fields)
+        assert config.name == fields["name"]
+        assert set(config.hf_config) == {"org", "name"}
+        hub = config.hf_config
+        assert Config.from_name(f"{hub['org']}/{hub['name']}") == config == Config.from_name(hub["name"])
+
+
+def test_layer_patterns() -> None:
+    assert layer_pattern("5:1", 8) == [1, 1, 1, 1, 1, 0, 1, 1]
+    assert layer_pattern("SSSL", 5) == [1, 1, 1, 0, 1]
