@@ -2,14 +2,14 @@
 
 """The model: one plain GPT, from token ids to logits, for every config.
 
-Letters in shapes: B batch, T tokens of this step, S slots of the cache, C embedding width `n_embd`, V padded vocabulary,
-H query heads `n_head`, G key/value groups `n_query_groups`, D head size, R latent rank `kv_lora_rank`.
+Letters in shapes: B batch, T tokens of this step, S slots of the cache, C embedding width `n_embd`, V padded
+vocabulary, H query heads `n_head`, G key/value groups `n_query_groups`, D head size, R latent rank `kv_lora_rank`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn as nn
@@ -74,6 +74,14 @@ class Layers(LayersBase):
         return config.mlp_class(config, path=path, layers=self)
 
 
+class Transformer(nn.ModuleDict):
+    """The embedding `wte`, the blocks `h` and the final norm `ln_f`, under the names that checkpoints use."""
+
+    wte: nn.Embedding
+    h: nn.ModuleList
+    ln_f: nn.Module
+
+
 class GPT(nn.Module):
     """A decoder-only language model.
 
@@ -93,7 +101,7 @@ class GPT(nn.Module):
         self.lm_head = layers.linear(
             config, "lm_head", "head", config.n_embd, config.padded_vocab_size, config.lm_head_bias
         )
-        self.transformer = nn.ModuleDict(
+        self.transformer = Transformer(
             {
                 "wte": nn.Embedding(config.padded_vocab_size, config.n_embd),
                 "h": nn.ModuleList(Block(config, i, layers) for i in range(config.n_layer)),
@@ -186,9 +194,13 @@ class GPT(nn.Module):
         """
         if input_pos is not None:
             cache, step = self._step_from_positions(idx, input_pos, input_pos_maxp1)
-        elif cache is not None and step is None:
-            step = cache.plan(idx.size(1))
-        elif cache is None and idx.size(1) > self.max_seq_length:
+        elif cache is not None:
+            if idx.size(0) != cache.batch_size:
+                raise ValueError(f"a batch of {idx.size(0)} rows does not fit a KV cache of {cache.batch_size}")
+            step = cache.plan(idx.size(1)) if step is None else step
+            if step.size != idx.size(1):
+                raise ValueError(f"the step was planned for {step.size} tokens a row, got {idx.size(1)}")
+        elif idx.size(1) > self.max_seq_length:
             raise ValueError(f"cannot forward {idx.size(1)} tokens: the maximum length is {self.max_seq_length}")
         logits = self.run(idx, step, cache, last_only=last_only, lm_head_chunk_size=lm_head_chunk_size)
         if cache is not None and step is not None:
@@ -321,15 +333,21 @@ class GPT(nn.Module):
         if idx.size(0) > cache.batch_size:
             raise ValueError(f"a batch of {idx.size(0)} rows does not fit a KV cache of {cache.batch_size}")
         pos = input_pos.unsqueeze(0) if input_pos.dim() == 1 else input_pos
-        if pos.shape != (pos.size(0), idx.size(1)) or pos.size(0) not in (1, idx.size(0)):
+        n_tokens = idx.size(1)
+        if pos.size(0) not in (1, idx.size(0)) or pos.size(1) != n_tokens:
             raise ValueError(f"input_pos {tuple(input_pos.shape)} does not fit tokens {tuple(idx.shape)}")
-        if maxp1 is None and not pos.is_cuda and not torch.compiler.is_compiling():
-            maxp1 = int(pos.max()) + 1
+        start = None
+        if not pos.is_cuda and not torch.compiler.is_compiling():  # no device to wait for: the host may look
+            first, last = pos[:, 0].tolist(), pos[:, -1].tolist()
+            maxp1 = max(last) + 1
+            if any(b - a != n_tokens - 1 for a, b in zip(first, last, strict=True)):
+                raise ValueError(f"input_pos must be contiguous within a row, got {first} to {last}")
+            start = first[0] if len(set(first)) == 1 else None
         if maxp1 is not None and maxp1 > cache.max_length:
             raise ValueError(f"position {maxp1 - 1} is outside the KV cache of {cache.max_length} positions")
-        if idx.size(0) < cache.batch_size:
-            pos = pos.expand(idx.size(0), -1)
-        return cache, Step(pos, pos[:, -1] + 1, live=maxp1)
+        if start is not None:
+            pos = pos[:1]
+        return cache, Step(pos, pos[:, -1] + 1, live=maxp1, start=start, fresh=start == 0)
 
 
 class Block(nn.Module):
@@ -554,4 +572,4 @@ class MultiheadLatentAttention(nn.Module):
 
     def up_projection(self) -> torch.Tensor:
         """The weight `(H * (nope + v), R)` that expands a latent to keys and values, as this variant has it now."""
-        return self.kv_b_proj.weight
+        return cast(torch.Tensor, self.kv_b_proj.weight)

@@ -125,8 +125,9 @@ class Rope:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.tables = sorted({i for i in (config.layer_rope(n) for n in range(config.n_layer)) if i >= 0})
-        self.n_rotated = rotated_elements(config.rope_n_elem, config.latent_attention and config.qk_rope_head_dim
-                                          or config.head_size or 0)  # fmt: skip
+        head_size = config.qk_rope_head_dim if config.latent_attention is not None else config.head_size
+        assert head_size is not None
+        self.n_rotated = rotated_elements(config.rope_n_elem, head_size)
         self._memo: dict[tuple[int, bool, torch.device], tuple[torch.Tensor, float]] = {}
 
     def frequencies(self, table: int, length: int, device: torch.device) -> tuple[torch.Tensor, float]:

@@ -24,7 +24,7 @@ class ExactCache(LayerCache):
         if step.size <= spec.slack or not spec.is_ring:
             self._write(k, v, step)
             live = None if step.live is None else min(step.live, spec.slots)
-            return KVView(*self.store.read(), self.slot_pos(step.end, step), live, spec.n_sink, spec.layout)
+            return KVView(*self.store.read(len(k)), self.slot_pos(step.end, step), live, spec.n_sink, spec.layout)
         # A chunk longer than the slack would overwrite positions that its own first queries still see: attend to what
         # the ring held before next to the chunk itself, then keep the tail. Only prefill comes here.
         chunk_v = k[..., : spec.v_dim] if v is None else v
@@ -32,7 +32,7 @@ class ExactCache(LayerCache):
             view = KVView(k, chunk_v, step.pos.unsqueeze(1), step.size, spec.n_sink, "chunk")
         else:
             # copies: the store is about to be overwritten, and gradients may still need what it held
-            old_k, old_v = self.store.read()
+            old_k, old_v = self.store.read(len(k))
             old_pos = self.slot_pos(step.begin, None)
             pos = torch.cat((old_pos, step.pos.unsqueeze(1).expand(old_pos.size(0), -1, -1)), dim=2)
             view = KVView(
@@ -98,7 +98,7 @@ class ExactCache(LayerCache):
         return pos
 
     def max_rewind(self, length: int, high: int) -> int:
-        """See `LayerCache.max_rewind`: beyond the slack, a ring that has wrapped has overwritten what would be needed."""
+        """See `LayerCache.max_rewind`: beyond the slack, a ring that wrapped has overwritten what would be needed."""
         if high <= self.spec.slots:
             return length
         return min(length, self.spec.slack - (high - length))

@@ -40,9 +40,9 @@ class PlainStore(nn.Module):
         if _tracks_gradient(k):
             self.write(torch.arange(start, start + k.size(2), device=k.device).unsqueeze(0), k, v)
             return
-        self.k.narrow(2, start, k.size(2)).copy_(k)
+        self.k[: len(k), :, start : start + k.size(2)] = k
         if v is not None:
-            self.v.narrow(2, start, k.size(2)).copy_(v)
+            self.v[: len(v), :, start : start + k.size(2)] = v
 
     def write(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None) -> None:
         """Write `(B, G, T, D)` into `slots`, `(B or 1, T)` or `(B, G, T)`."""
@@ -50,10 +50,10 @@ class PlainStore(nn.Module):
         if v is not None:
             self.v = _put(self.v, slots, v)
 
-    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All slots but the one for padding."""
-        k = self.k[:, :, :-1]
-        return k, k[..., : self.v_dim] if self.alias_v else self.v[:, :, :-1]
+    def read(self, n_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first rows, without the slot for padding."""
+        k = self.k[:n_rows, :, :-1]
+        return k, k[..., : self.v_dim] if self.alias_v else self.v[:n_rows, :, :-1]
 
     def forget(self, row: int, slots: slice | torch.Tensor) -> None:
         """Zero slots of a row."""
