@@ -15,7 +15,7 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint $(VENV)/constraints.txt
-QUESTION := Why is the sky blue? Answer in two sentences.
+QUESTION := Explain in one sentence what a language model is.
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-fast lint clean
