@@ -225,14 +225,10 @@ def test_sentencepiece_defaults() -> None:
 def test_phi3_tokens_swallow_white_space() -> None:
     metadata, _ = sentencepiece_metadata(control_symbols=["<|user|>", "<|end|>", "<|endoftext|>"])
     plain = load(build_tokenizer_files(metadata))
+    assert plain.encode("<|end|>\nx").ids != plain.encode("<|end|>x").ids
     phi3 = load(build_tokenizer_files(metadata | {"general.architecture": "phi3"}))
-    text = "<|user|>\n the<|end|>\n<|endoftext|>\nx"
-    assert plain.encode(text).ids == plain.encode(text.replace("|>", "|>", 1)).ids
-    assert (
-        phi3.encode(text).ids
-        == phi3.encode(text.replace("<|user|>\n ", "<|user|>").replace("<|end|>\n", "<|end|>")).ids
-    )
-    assert len(phi3.encode(text).ids) < len(plain.encode(text).ids)
+    assert phi3.encode("<|end|>\nx").ids == phi3.encode("<|end|>x").ids
+    assert phi3.encode("<|endoftext|>\nx").ids == plain.encode("<|endoftext|>\nx").ids
 
 
 def test_unknown_splitting_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -265,9 +261,9 @@ def test_smollm2(smollm2_gguf: Path) -> None:
     tokenizer = load(GGUFFile(smollm2_gguf).tokenizer_files())
     text = "<|im_start|>user\n  Add 1234é<|im_end|>\n"
     encoded = tokenizer.encode(text)
-    assert encoded.tokens[:6] == ["<|im_start|>", "user", "Ċ", "Ġ", "ĠAdd", "Ġ"]
-    assert encoded.tokens[6:] == ["1", "2", "3", "4", "Ã©", "<|im_end|>", "Ċ"]
-    assert encoded.ids[:3] == [1, 4093, 198]
+    assert encoded.tokens[:5] == ["<|im_start|>", "user", "ĊĠ", "ĠAdd", "Ġ"]
+    assert encoded.tokens[5:] == ["1", "2", "3", "4", "Ã©", "<|im_end|>", "Ċ"]
+    assert encoded.ids[:2] == [1, 4093]
     assert tokenizer.decode(encoded.ids, skip_special_tokens=False) == text
 
 

@@ -175,7 +175,7 @@ class _Header:
 
     def strings(self, length: int) -> list[str]:
         """`string` for many: the vocabularies are here, so the loop avoids all calls but two."""
-        result = []
+        result: list[str] = []
         position, buffer, size = self.position, self.buffer, self.size
         read_length: Callable[..., tuple[int]] = struct.Struct("<Q").unpack_from
         while len(result) < length:

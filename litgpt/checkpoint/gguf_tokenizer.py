@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 from litgpt.checkpoint.gguf_pretokenizers import pre_tokenizer
@@ -111,7 +112,7 @@ def _sentencepiece(metadata: Metadata, tokens: list[str], types: list[int]) -> d
     to_space = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     from_space = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     decoders: list[dict[str, Any]] = [from_space, {"type": "ByteFallback"}, {"type": "Fuse"}]
-    normalizer = to_space
+    normalizer: dict[str, Any] = to_space
     if metadata.get("tokenizer.ggml.add_space_prefix", True):
         normalizer = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, to_space]}
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
@@ -133,18 +134,25 @@ def _scores(metadata: Metadata, types: list[int]) -> list[float]:
 
 
 def _merges_from_scores(vocab: dict[str, int], scores: list[float]) -> list[list[str]]:
-    """Every way to make a piece of two others, best score first: the order SentencePiece applies them in."""
-    ranked = []
-    for piece, i in vocab.items():
-        splits = []
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in vocab and right in vocab:
-                splits.append((left, right))
-        splits.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
-        ranked += [(-scores[i], -len(left), -len(right), left, right) for left, right in splits]
-    ranked.sort(key=lambda item: item[:3])
-    return [[left, right] for *_, left, right in ranked]
+    """Every way to make a piece of two others, best score first: the order SentencePiece applies them in.
+
+    Among equal scores longer parts come first, as in the merges that Hugging Face derives from SentencePiece models.
+    """
+
+    def score(piece: str) -> float:
+        return scores[vocab[piece]]
+
+    merges = []
+    for _, pieces in groupby(sorted(vocab, key=score, reverse=True), key=score):
+        splits = [
+            [piece[:cut], piece[cut:]]
+            for piece in pieces
+            for cut in range(1, len(piece))
+            if piece[:cut] in vocab and piece[cut:] in vocab
+        ]
+        splits.sort(key=lambda pair: (-len(pair[0]), -len(pair[1])))
+        merges += splits
+    return merges
 
 
 # Special tokens
