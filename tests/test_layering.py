@@ -25,7 +25,7 @@ LAYERS: dict[int, list[str]] = {
     2: ["rope", "layers", "attention", "kvcache"],
     3: ["model"],
     4: ["peft", "lora", "adapter", "adapter_v2"],
-    5: ["tokenizer", "tokenizer_files", "detokenizer", "chat_template", "prompts", "checkpoint"],
+    5: ["tokenizer", "tokenizer_files", "detokenizer", "chat_template", "prompts", "prompt_styles", "checkpoint"],
     6: ["args", "data", "runtime"],
     7: ["generate", "train"],
     8: ["finetune", "pretrain", "api", "chat", "deploy", "eval", "scripts", "utils"],
