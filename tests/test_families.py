@@ -17,286 +17,19 @@ from litgpt.config import EXPLICIT, Config, configs, name_to_config
 from litgpt.errors import UserError
 from litgpt.families.registry import MODULES, layer_pattern
 from tests import tiny
-
-LLAMA_32_1B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "initializer_range": 0.02,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 16,
-    "num_key_value_heads": 8,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "factor": 32.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.45.0.dev0",
-    "use_cache": True,
-    "vocab_size": 128256,
-}
-QWEN_25_05B: dict[str, Any] = {
-    "attention_dropout": 0.0,
-    "hidden_act": "silu",
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 24,
-    "model_type": "qwen2",
-    "num_attention_heads": 14,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "sliding_window": 32768,
-    "tie_word_embeddings": True,
-    "use_mrope": False,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-QWEN3_30B: dict[str, Any] = {
-    "decoder_sparse_step": 1,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 48,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "output_router_logits": False,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000.0,
-    "router_aux_loss_coef": 0.001,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-GEMMA_2_2B: dict[str, Any] = {
-    "attn_logit_softcapping": 50.0,
-    "cache_implementation": "hybrid",
-    "final_logit_softcapping": 30.0,
-    "head_dim": 256,
-    "hidden_act": "gelu_pytorch_tanh",
-    "hidden_activation": "gelu_pytorch_tanh",
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "max_position_embeddings": 8192,
-    "model_type": "gemma2",
-    "num_attention_heads": 8,
-    "num_hidden_layers": 26,
-    "num_key_value_heads": 4,
-    "query_pre_attn_scalar": 256,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 10000.0,
-    "sliding_window": 4096,
-    "vocab_size": 256000,
-}
-GEMMA_3_4B: dict[str, Any] = {
-    "architectures": ["Gemma3ForConditionalGeneration"],
-    "boi_token_index": 255999,
-    "eoi_token_index": 256000,
-    "eos_token_id": [1, 106],
-    "image_token_index": 262144,
-    "initializer_range": 0.02,
-    "mm_tokens_per_image": 256,
-    "model_type": "gemma3",
-    "text_config": {
-        "hidden_size": 2560,
-        "intermediate_size": 10240,
-        "model_type": "gemma3_text",
-        "num_hidden_layers": 34,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-        "sliding_window": 1024,
-    },
-    "torch_dtype": "bfloat16",
-    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
-}
-MISTRAL_V01: dict[str, Any] = {
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 32768,
-    "model_type": "mistral",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 10000.0,
-    "sliding_window": 4096,
-    "tie_word_embeddings": False,
-    "vocab_size": 32000,
-}
-PYTHIA_70M: dict[str, Any] = {
-    "hidden_act": "gelu",
-    "hidden_size": 512,
-    "intermediate_size": 2048,
-    "layer_norm_eps": 1e-05,
-    "max_position_embeddings": 2048,
-    "model_type": "gpt_neox",
-    "num_attention_heads": 8,
-    "num_hidden_layers": 6,
-    "rotary_emb_base": 10000,
-    "rotary_pct": 0.25,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float16",
-    "use_parallel_residual": True,
-    "vocab_size": 50304,
-}
-PHI_2: dict[str, Any] = {
-    "attention_dropout": 0.0,
-    "embd_pdrop": 0.0,
-    "hidden_act": "gelu_new",
-    "hidden_size": 2560,
-    "intermediate_size": 10240,
-    "layer_norm_eps": 1e-05,
-    "max_position_embeddings": 2048,
-    "model_type": "phi",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 32,
-    "partial_rotary_factor": 0.4,
-    "qk_layernorm": False,
-    "resid_pdrop": 0.1,
-    "rope_scaling": None,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "vocab_size": 51200,
-}
-DEEPSEEK_V3: dict[str, Any] = {
-    "attention_bias": False,
-    "aux_loss_alpha": 0.001,
-    "ep_size": 1,
-    "first_k_dense_replace": 3,
-    "hidden_act": "silu",
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 163840,
-    "model_type": "deepseek_v3",
-    "moe_intermediate_size": 2048,
-    "moe_layer_freq": 1,
-    "n_group": 8,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
-    "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": {
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 40,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
-    },
-    "rope_theta": 10000,
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "seq_aux": True,
-    "tie_word_embeddings": False,
-    "topk_group": 4,
-    "topk_method": "noaux_tc",
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-}
-GPT_OSS: dict[str, Any] = {
-    "attention_bias": True,
-    "experts_per_token": 4,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 2880,
-    "initial_context_length": 4096,
-    "intermediate_size": 2880,
-    "layer_types": ["sliding_attention", "full_attention"] * 12,
-    "max_position_embeddings": 131072,
-    "model_type": "gpt_oss",
-    "num_attention_heads": 64,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 8,
-    "num_local_experts": 32,
-    "output_router_logits": False,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "rope_type": "yarn",
-        "truncate": False,
-    },
-    "rope_theta": 150000,
-    "router_aux_loss_coef": 0.9,
-    "sliding_window": 128,
-    "swiglu_limit": 7.0,
-    "tie_word_embeddings": False,
-    "vocab_size": 201088,
-}
-PHI_35_MINI: dict[str, Any] = {
-    "attention_bias": False,
-    "embd_pdrop": 0.0,
-    "hidden_act": "silu",
-    "hidden_size": 3072,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 131072,
-    "model_type": "phi3",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 32,
-    "original_max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {"long_factor": [2.0] * 48, "short_factor": [1.0] * 48, "type": "su"},
-    "rope_theta": 10000.0,
-    "sliding_window": 262144,
-    "tie_word_embeddings": False,
-    "vocab_size": 32064,
-}
-# Files as published. The name is that of the same model in the registry.
-PUBLISHED = {
-    "Llama-3.2-1B": LLAMA_32_1B,
-    "Qwen2.5-0.5B": QWEN_25_05B,
-    "Qwen3-30B-A3B": QWEN3_30B,
-    "Gemma-2-2b": GEMMA_2_2B,
-    "Gemma-3-4b-it": GEMMA_3_4B,
-    "Mistral-7B-v0.1": MISTRAL_V01,
-    "pythia-70m": PYTHIA_70M,
-    "phi-2": PHI_2,
-}
-EVERY_TYPE = {f["model_type"]: f for f in (*PUBLISHED.values(), DEEPSEEK_V3, GPT_OSS, PHI_35_MINI)}
+from tests.published_configs import (
+    DEEPSEEK_V3,
+    EVERY_TYPE,
+    GEMMA_2_2B,
+    GEMMA_3_4B,
+    GPT_OSS,
+    LLAMA_32_1B,
+    MISTRAL_V01,
+    PHI_35_MINI,
+    PUBLISHED,
+    PYTHIA_70M,
+    QWEN3_30B,
+)
 
 # SHA-256 of the fields that LitGPT 0.5.13 has for these models: `fingerprint` over its own `configs`.
 LITGPT_FINGERPRINTS = {
@@ -494,6 +227,7 @@ def test_unknown_type_lists_the_known_ones() -> None:
         ({"rope_scaling": {"rope_type": "mystery"}}, "rope_type 'mystery' is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor, high_freq_factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2, "mrope_section": [1]}}, "mrope_section"),
+        ({"rope_scaling": {"rope_type": "default", "mrope_section": [1]}}, "mrope_section"),
         ({"rope_scaling": {"rope_type": ["linear"]}}, "rope_type is"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear', expected an object"),
         ({"rope_parameters": {"rope_type": "default"}}, "both rope_scaling and rope_parameters"),
@@ -504,6 +238,32 @@ def test_unknown_type_lists_the_known_ones() -> None:
 def test_wrong_values_are_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         Config.from_hf(LLAMA_32_1B | change)
+
+
+def test_rope_by_kind_of_layer() -> None:
+    raw = {key: value for key, value in GEMMA_2_2B.items() if key != "rope_theta"}
+    full = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}
+    both = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    config = Config.from_hf(raw | {"rope_parameters": both})
+    assert (config.rope_base, config.rope_local_base_freq) == (1e6, 1e4)
+    assert [config.layer_rope(i) for i in range(3)] == [1, 0, 1]
+    same = Config.from_hf(raw | {"rope_parameters": {"full_attention": full, "sliding_attention": full}})
+    assert same.rope_indices is None
+    for change, message in (
+        ({"rope_type": "linear", "factor": 4.0}, "scaled or partial"),
+        ({"partial_rotary_factor": 0.5}, "scaled or partial"),
+        ({"mrope_section": [1]}, "unknown keys in the rope scaling: mrope_section"),
+    ):
+        with pytest.raises(UserError, match=message):
+            Config.from_hf(raw | {"rope_parameters": both | {"sliding_attention": change}})
+    with pytest.raises(UserError, match="unknown keys in rope_parameters: rope_theta"):
+        Config.from_hf(raw | {"rope_parameters": both | {"rope_theta": 1.0}})
+
+
+def test_dynamic_scaling_ends_at_the_trained_length(caplog: pytest.LogCaptureFixture) -> None:
+    config = Config.from_hf(LLAMA_32_1B | {"rope_scaling": {"type": "dynamic", "factor": 4.0}})
+    assert (config.rope_adjustments, config.block_size) == (None, 131072)
+    assert "dynamic rope scaling" in caplog.text
 
 
 def test_contradicting_layers() -> None:

@@ -75,8 +75,9 @@ def rope_fields(keys: Keys, fields: Mapping[str, Any], sliding: list[int] | None
         local_theta = keys.get("rope_local_base_freq", "positive")
         local = {"rope_theta": local_theta} | (local or {})
     if local is not None and local != main:
-        if _kind(keys, local) != "default":
-            raise UserError(f"{keys.label}: scaled rotary embeddings on sliding layers are not supported")
+        _refuse_unknown(keys, local)
+        if _kind(keys, local) != "default" or local.get("partial_rotary_factor", share) != share:
+            raise UserError(f"{keys.label}: scaled or partial rotary embeddings on sliding layers are not supported")
         local_keys = Keys(local, {"rope_theta": theta}, label=f"{keys.label}: rope_parameters")
         out["rope_local_base_freq"] = local_keys.get("rope_theta", "positive")
         out["rope_indices"] = sliding or [0] * fields["n_layer"]
@@ -106,6 +107,12 @@ def _kind(keys: Keys, scaling: Mapping[str, Any]) -> str:
     return typed(f"{keys.label}: rope_type", scaling.get("rope_type") or scaling.get("type") or "default", "text")
 
 
+def _refuse_unknown(keys: Keys, scaling: Mapping[str, Any]) -> None:
+    present = {key for key, value in scaling.items() if value is not None}
+    if unknown := sorted(present - set(_SCALING) - _ELSEWHERE):
+        raise UserError(f"{keys.label}: unknown keys in the rope scaling: {', '.join(unknown)}")
+
+
 def _with_fallback(keys: Keys, main: Mapping[str, Any], name: str, outer: str, default: float, kind: Kind) -> float:
     """The value inside the scaling object, else beside it, else the type's default."""
     beside = Keys(keys.raw, {outer: keys.defaults.get(name, default)}, label=keys.label).get(outer, kind)
@@ -116,6 +123,7 @@ def _with_fallback(keys: Keys, main: Mapping[str, Any], name: str, outer: str, d
 def _adjustments(
     keys: Keys, main: Mapping[str, Any], fields: Mapping[str, Any], share: float, model_type: str
 ) -> dict[str, Any] | None:
+    _refuse_unknown(keys, main)
     kind = _kind(keys, main)
     if model_type == "phi3" and kind in ("su", "yarn"):
         kind = "longrope"  # its names in the first files
@@ -127,8 +135,6 @@ def _adjustments(
     if kind not in _NEEDED:
         raise UserError(f"{keys.label}: rope_type {kind!r} is not supported", f"known types: {', '.join(_NEEDED)}")
     scaling = {key: value for key, value in main.items() if value is not None}
-    if unknown := sorted(set(scaling) - set(_SCALING) - _ELSEWHERE):
-        raise UserError(f"{keys.label}: unknown keys in the rope scaling: {', '.join(unknown)}")
     if missing := [key for key in _NEEDED[kind] if key not in scaling]:
         raise UserError(f"{keys.label}: rope scaling of type {kind!r} lacks {', '.join(missing)}")
     read = Keys(scaling, {}, label=f"{keys.label}: rope scaling")
