@@ -95,7 +95,7 @@ def main(args: Sequence[str] | None = None) -> None:
     except (Exception, KeyboardInterrupt) as error:
         if debug:
             traceback.print_exc()
-        sys.exit(_report(error))
+        sys.exit(_report(error, argv[0] if argv else ""))
 
 
 def _dispatch(argv: list[str]) -> None:
@@ -123,8 +123,8 @@ def _suggest(name: str) -> str:
     return f"the commands are {', '.join(COMMANDS)}; see `litgpt --help`"
 
 
-def _report(error: BaseException) -> int:
-    """Show an error as one line and a hint on standard error; returns the exit code."""
+def _report(error: BaseException, name: str) -> int:
+    """Show an error of a command as one line and a hint on standard error; returns the exit code."""
     if isinstance(error, BrokenPipeError):
         # Whoever read our output has left, as `litgpt ... | head` does. Python would complain again while it closes.
         with contextlib.suppress(OSError, ValueError):
@@ -137,8 +137,7 @@ def _report(error: BaseException) -> int:
         return EXIT_INTERRUPTED
     message, hint = _describe(error)
     sys.stderr.write(f"error: {' '.join(message.split())}\n")
-    if hint:
-        sys.stderr.write(f"hint: {hint}\n")
+    sys.stderr.write(f"hint: {hint or f'see `litgpt {name} --help`'}\n")
     return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED
 
 

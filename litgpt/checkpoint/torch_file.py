@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,7 +36,9 @@ def load_tensors_only(path: str | Path) -> Any:
     if not can_map:
         logger.debug("%s is an old torch file or damaged, it is read as a whole", path)
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=can_map)
+        with warnings.catch_warnings():  # torch asks people to report pickles of other programs; the error says more
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=can_map)
     except pickle.UnpicklingError as error:
         if "weights_only" not in str(error).lower() and "unsupported" not in str(error).lower():
             raise UserError(f"{path} is damaged: {_first_line(error)}", "download or convert it again") from error
