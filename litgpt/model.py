@@ -53,6 +53,7 @@ __all__ = [
 ]
 
 LATENT_ABSORB_LIMIT = 170  # queries a step below which scoring in the latent space is cheaper than expanding it
+LATENT_NORM_EPS = 1e-6  # of the norms inside latent attention, whatever the model's other norms have
 EXPAND_BYTES = 64 * 2**20  # latent keys and values are expanded for as many heads at once as fit in this
 
 
@@ -490,14 +491,14 @@ class MultiheadLatentAttention(nn.Module):
             self.q_a_proj = layers.linear(
                 config, f"{path}.q_a_proj", "q", config.n_embd, config.q_lora_rank, config.attn_bias
             )
-            self.q_a_norm = layers.norm(config, f"{path}.q_a_norm", config.q_lora_rank)
+            self.q_a_norm = layers.norm(config, f"{path}.q_a_norm", config.q_lora_rank, eps=LATENT_NORM_EPS)
             self.q_b_proj = layers.linear(
                 config, f"{path}.q_b_proj", "q", config.q_lora_rank, n_head * config.qk_head_dim
             )
         self.kv_a_proj_with_mqa = layers.linear(
             config, f"{path}.kv_a_proj_with_mqa", "kv", config.n_embd, rank + config.qk_rope_head_dim, config.attn_bias
         )
-        self.kv_a_norm = layers.norm(config, f"{path}.kv_a_norm", rank)
+        self.kv_a_norm = layers.norm(config, f"{path}.kv_a_norm", rank, eps=LATENT_NORM_EPS)
         up_size = n_head * (config.qk_nope_head_dim + config.v_head_dim)
         self.kv_b_proj = layers.linear(config, f"{path}.kv_b_proj", "kv", rank, up_size)
         proj_bias = config.attn_bias if config.attn_proj_bias is None else config.attn_proj_bias
