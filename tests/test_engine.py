@@ -56,9 +56,14 @@ def scripted(answer: list[int], tokenizer: Tokenizer | None, **params: Any) -> t
 # Rows of a batch
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 512])
 @pytest.mark.parametrize(
-    "changes", [{}, {"sliding_window_size": 5}, {"attention_logit_softcapping": 3.0, "parallel_residual": False}]
+    ("changes", "chunk"),
+    [
+        ({}, 1),
+        ({"sliding_window_size": 5}, 4),
+        ({"sliding_window_size": 5}, 512),
+        ({"attention_logit_softcapping": 3.0, "parallel_residual": False}, 4),
+    ],
 )
 def test_rows_equal_single_runs(changes: dict[str, Any], chunk: int) -> None:
     model = random_model(**changes)

@@ -81,5 +81,6 @@ class ScriptedModel(nn.Module):
         assert last_only
         self.n_forwards += 1
         cache.commit(step)
-        nexts = [script[length] if length < len(script) else 0 for script, length in zip(self.scripts, cache.lengths, strict=True)]
+        rows = zip(self.scripts, cache.lengths, strict=True)
+        nexts = [script[length] if length < len(script) else 0 for script, length in rows]
         return nn.functional.one_hot(torch.tensor(nexts), VOCAB_SIZE).float()[:, None]

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from time import perf_counter
@@ -16,6 +16,7 @@ from torch import nn
 
 from litgpt.attention import Step
 from litgpt.errors import UserError
+from litgpt.generate.compiled import CompiledDecode
 from litgpt.generate.row import Row
 from litgpt.generate.sampling import Sampler, logprobs_of, pick_all
 from litgpt.generate.types import Event, Result, SamplingParams, Timing
@@ -23,6 +24,7 @@ from litgpt.kvcache import KVCache
 from litgpt.model import GPT
 from litgpt.tokenizer import Tokenizer
 
+StepFn = Callable[[torch.Tensor, KVCache, Step], torch.Tensor]
 Prompt = Sequence[int] | torch.Tensor
 
 
@@ -70,7 +72,7 @@ class Engine:
         if max_length is not None and not 0 < max_length <= context:
             raise UserError(f"a cache of {max_length} tokens was asked for, the model's context is {context}")
         self.context = max_length or context
-        self._compiled_run: Any = torch.compile(model.run) if compile else None
+        self._decode_step: StepFn = CompiledDecode(model) if compile else self._forward
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -148,14 +150,7 @@ class Engine:
 
     def decode(self, tokens: torch.Tensor, cache: KVCache, active: Sequence[bool]) -> torch.Tensor:
         """Feed one token a row, `(B,)`, where the row is active, and return the logits, `(B, V)`."""
-        step = cache.plan([int(a) for a in active])
-        if self._compiled_run is None:
-            return self._forward(tokens[:, None], cache, step)[:, -1]
-        # Host integers that change each step would compile each step again: full buffers under a mask instead
-        masked = replace(step, live=None, start=None)
-        logits = self._compiled_run(tokens[:, None], masked, cache, last_only=True)[:, -1]
-        cache.commit(step)
-        return logits
+        return self._decode_step(tokens[:, None], cache, cache.plan([int(a) for a in active]))[:, -1]
 
     @contextmanager
     def computing(self) -> Iterator[None]:

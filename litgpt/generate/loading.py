@@ -13,6 +13,7 @@ import torch
 
 from litgpt.checkpoint.convert import load_model
 from litgpt.checkpoint.hub import resolve
+from litgpt.config import Config
 from litgpt.generate.engine import Engine
 from litgpt.generate.types import SamplingParams
 from litgpt.model import GPT
@@ -74,10 +75,16 @@ def load(
     chosen = pick_precision(precision, place)
     path = resolve(path_or_repo, access_token=access_token)
     tokenizer = Tokenizer(path)
-    start = perf_counter()
-    model = load_model(path, dtype=weight_dtype(chosen), device=place)
-    logger.info("loaded %s in %.2f s (%s, %s)", path, perf_counter() - start, chosen, place)
+    model = load_weights(path, chosen, place)
     return Loaded(model, tokenizer, choose_prompt_style(path, tokenizer, model.config, prompt_style), path, chosen)
+
+
+def load_weights(path: Path, precision: str, device: torch.device, config: Config | None = None) -> GPT:
+    """Load a model in the dtype of a precision, and say how long that took."""
+    start = perf_counter()
+    model = load_model(path, dtype=weight_dtype(precision), device=device, config=config)
+    logger.info("loaded %s in %.2f s (%s, %s)", path, perf_counter() - start, precision, device)
+    return model
 
 
 def autocast_dtype(precision: str) -> torch.dtype | None:
