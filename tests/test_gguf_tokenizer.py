@@ -244,6 +244,7 @@ def test_unknown_splitting_is_said(caplog: pytest.LogCaptureFixture) -> None:
         ({"tokenizer.ggml.model": "bert"}, "'bert'"),
         ({"tokenizer.ggml.tokens": None}, "no tokenizer"),
         ({"tokenizer.ggml.merges": None}, "without merges"),
+        ({"tokenizer.ggml.merges": ["ab"]}, "'ab', which is not a pair"),
         ({"tokenizer.ggml.token_type": [1]}, "1 token types"),
         ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.merges": None}, "without scores"),
     ],
@@ -292,7 +293,7 @@ def test_gemma3_equals_the_published_tokenizer(gemma3_gguf: Path) -> None:
     published = tokenizer_dir("gemma3") / "tokenizer.json"
     expected = json.loads(published.read_text(encoding="utf-8"))
     assert files["tokenizer.json"]["model"]["vocab"] == expected["model"]["vocab"]
-    assert files["tokenizer.json"]["model"]["merges"] == expected["model"]["merges"]
+    assert [list(merge) for merge in files["tokenizer.json"]["model"]["merges"]] == expected["model"]["merges"]
     theirs = Tokenizer.from_str(published.read_text(encoding="utf-8"))
     tokenizer = load(files)
     texts = [*varied_texts(300), "<start_of_turn>user\nHi<end_of_turn>\n"]

@@ -71,13 +71,21 @@ def _byte_level(metadata: Metadata, tokens: list[str]) -> dict[str, Any]:
         "normalizer": splitting.normalizer,
         "pre_tokenizer": splitting.as_json(),
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": _bpe(
-            _vocabulary(tokens), [merge.split(" ", 1) for merge in merges], ignore_merges=splitting.whole_words
-        ),
+        "model": _bpe(_vocabulary(tokens), _pairs(merges), ignore_merges=splitting.whole_words),
     }
 
 
-def _bpe(vocab: dict[str, int], merges: list[list[str]], **options: Any) -> dict[str, Any]:
+def _pairs(merges: list[str]) -> list[tuple[str, str]]:
+    pairs = []
+    for merge in merges:
+        left, space, right = merge.partition(" ")
+        if not space:
+            raise UserError(f"the GGUF file has the merge {merge!r}, which is not a pair", "download it again")
+        pairs.append((left, right))
+    return pairs
+
+
+def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> dict[str, Any]:
     model = {
         "type": "BPE",
         "dropout": None,
@@ -106,7 +114,7 @@ def _sentencepiece(metadata: Metadata, tokens: list[str], types: list[int]) -> d
     spelled = [token.replace(" ", SPACE) if token.isspace() else token for token in tokens]
     vocab = _vocabulary(spelled)
     if merges := metadata.get("tokenizer.ggml.merges"):
-        pairs = [merge.split(" ", 1) for merge in merges]
+        pairs = _pairs(merges)
     else:
         pairs = _merges_from_scores(vocab, _scores(metadata, types))
     to_space = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
@@ -133,7 +141,7 @@ def _scores(metadata: Metadata, types: list[int]) -> list[float]:
     return [0.0 if kind in (CONTROL, USER_DEFINED) else score for score, kind in zip(scores, types, strict=True)]
 
 
-def _merges_from_scores(vocab: dict[str, int], scores: list[float]) -> list[list[str]]:
+def _merges_from_scores(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
     """Every way to make a piece of two others, best score first: the order SentencePiece applies them in.
 
     Among equal scores longer parts come first, as in the merges that Hugging Face derives from SentencePiece models.
@@ -142,13 +150,13 @@ def _merges_from_scores(vocab: dict[str, int], scores: list[float]) -> list[list
     def score(piece: str) -> float:
         return scores[vocab[piece]]
 
-    merges = []
+    merges: list[tuple[str, str]] = []
     for _, pieces in groupby(sorted(vocab, key=score, reverse=True), key=score):
         splits = [
-            [piece[:cut], piece[cut:]]
+            (left, right)
             for piece in pieces
             for cut in range(1, len(piece))
-            if piece[:cut] in vocab and piece[cut:] in vocab
+            if (left := piece[:cut]) in vocab and (right := piece[cut:]) in vocab
         ]
         splits.sort(key=lambda pair: (-len(pair[0]), -len(pair[1])))
         merges += splits
