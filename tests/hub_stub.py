@@ -11,6 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from litgpt.checkpoint import transfer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -117,3 +122,36 @@ def serve(stub: HubStub) -> Iterator[HubStub]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def hub_for_tests(
+    repos: dict[str, dict[str, bytes]], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[HubStub]:
+    """Run a stub that huggingface_hub asks, with `folder` as the working directory and no account or cache."""
+    from huggingface_hub import constants
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(transfer, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder / "no_token"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "cache"))
+    set_offline(monkeypatch, False)
+    with serve(HubStub(repos=repos)) as stub:
+        set_endpoint(monkeypatch, stub.url)
+        yield stub
+
+
+def set_endpoint(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    """What HF_ENDPOINT does when huggingface_hub is imported."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+
+def set_offline(monkeypatch: pytest.MonkeyPatch, offline: bool = True) -> None:
+    """What HF_HUB_OFFLINE does when huggingface_hub is imported."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)

@@ -18,7 +18,7 @@ import pytest
 from litgpt.checkpoint import hub, transfer
 from litgpt.errors import UserError
 from litgpt.scripts.download import download_from_hub
-from tests.hub_stub import HubStub, serve
+from tests.hub_stub import HubStub, hub_for_tests, set_endpoint, set_offline
 
 REPO = "HuggingFaceTB/SmolLM2-135M"
 CONFIG = {
@@ -51,35 +51,12 @@ def model_files() -> dict[str, bytes]:
 @pytest.fixture
 def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStub]:
     """A hub with one model, and a working directory without checkpoints."""
-    from huggingface_hub import constants
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(transfer, "RETRY_SECONDS", 0.01)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no_token"))
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    with serve(HubStub(repos={REPO: model_files()})) as running:
-        set_endpoint(monkeypatch, running.url)
+    with hub_for_tests({REPO: model_files()}, tmp_path, monkeypatch) as running:
         yield running
-
-
-def set_endpoint(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    """What HF_ENDPOINT does when huggingface_hub is imported."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    template = url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
 
 
 def files_in(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-
-
-def set_offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
 
 def test_only_what_is_needed_is_downloaded(stub: HubStub) -> None:
@@ -111,18 +88,22 @@ def test_continues_in_the_same_run_when_the_connection_breaks(stub: HubStub) -> 
     assert (folder / "model.safetensors").read_bytes() == WEIGHTS
 
 
-def test_continues_in_a_later_run(stub: HubStub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "RETRIES", 0)
+def interrupt(stub: HubStub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that ends when the connection breaks half way through the weights."""
     stub.drops = {"model.safetensors": 1}
-    # One break ends the run: the first attempt got further, the second one is refused.
-    monkeypatch.setattr(transfer, "_is_transient", lambda error: False)
-    with pytest.raises(UserError, match="cannot download") as caught:
-        hub.resolve(REPO)
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer, "_is_transient", lambda error: False)
+        with pytest.raises(UserError, match="cannot download") as caught:
+            hub.resolve(REPO)
     assert "what has arrived is kept" in caught.value.hint
+    stub.requests.clear()
+
+
+def test_continues_in_a_later_run(stub: HubStub, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt(stub, monkeypatch)
     folder = Path("checkpoints") / REPO
     assert not (folder / "model.safetensors").exists()
     assert (folder / "config.json").exists()
-    stub.requests.clear()
     assert hub.resolve(REPO) == folder  # a name that is only half there is downloaded on
     assert stub.gets("model.safetensors") == [f"bytes={len(WEIGHTS) // 2}-"]
     assert stub.gets("config.json") == []
@@ -143,12 +124,8 @@ def test_gives_up_when_nothing_more_comes(stub: HubStub) -> None:
 
 
 def test_a_changed_file_is_not_continued_but_fetched_anew(stub: HubStub, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub.drops = {"model.safetensors": 1}
-    with monkeypatch.context() as patch, pytest.raises(UserError):
-        patch.setattr(transfer, "_is_transient", lambda error: False)
-        hub.download_repo(REPO)
+    interrupt(stub, monkeypatch)
     stub.repos[REPO]["model.safetensors"] = WEIGHTS[::-1]
-    stub.requests.clear()
     folder = hub.download_repo(REPO)
     assert stub.gets("model.safetensors") == [None]
     assert (folder / "model.safetensors").read_bytes() == WEIGHTS[::-1]
