@@ -90,7 +90,8 @@ class _PieceDecoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._before: list[int] = []  # what came last: decoding starts there instead of at the beginning
+        self._before: list[int] = []  # decoding starts with these, the last visible ones, not at the beginning
+        self._known = ""  # their text
         self._run: list[int] = []  # byte tokens that wait for the end of their run
 
     def push(self, index: int) -> str:
@@ -104,7 +105,7 @@ class _PieceDecoder:
 
     def finish(self) -> str:
         rest = self._release_run()
-        self._before = []
+        self._before, self._known = [], ""
         return rest
 
     def _release_run(self) -> str:
@@ -112,10 +113,13 @@ class _PieceDecoder:
         return self._text_of(run) if run else ""
 
     def _text_of(self, ids: list[int]) -> str:
-        known = self._tokenizer.decode(self._before)
-        text = self._tokenizer.decode([*self._before, *ids])
-        self._before = ids
-        return text[len(known) :]
+        text = self._tokenizer.decode([*self._before, *ids])[len(self._known) :]
+        alone = self._tokenizer.decode(ids)
+        if alone:
+            self._before, self._known = ids, alone
+        elif not self._known:  # leading spaces are dropped, how many depends on the library: keep them all
+            self._before = [*self._before, *ids]
+        return text
 
     def _piece(self, index: int) -> str | None:
         processor = self._tokenizer.processor

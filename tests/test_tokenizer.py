@@ -1,0 +1,479 @@
+# Licensed under the Apache License 2.0, see the LICENSE file.
+
+"""Tokenizer: what the files say about BOS and stopping, decoding in a stream, and agreement with transformers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from litgpt.errors import UserError
+from litgpt.tokenizer import StreamDecoder, Tokenizer
+from tests.assets import REAL_TOKENIZERS, our_tokenizer, reference_tokenizer
+
+CORPUS = ["Hello world, this is a text.", "né😀 über 日本語 naïve", "  two  spaces\n\tand a tab", "123 456 <|x|>"] * 3
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def byte_level(specials: tuple[str, ...] = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")) -> tokenizers.Tokenizer:
+    """A byte-level BPE as GPT-2 and Llama 3 have it, with a non-special added token."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in specials])
+    tokenizer.add_tokens(["<tool> né"])
+    return tokenizer
+
+
+def sentencepiece_like() -> tokenizers.Tokenizer:
+    """A BPE with spaces as "▁", byte fallback and a stripped first space, as Llama 2 has it."""
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    vocab |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    for piece in ["▁", "▁▁", *"abcdeéhlnotw.", "▁a", "he", "ll", "▁he", "▁hell", "▁hello", "▁t", "é."]:
+        vocab[piece] = len(vocab)
+    merges = [("▁", "▁"), ("▁", "a"), ("h", "e"), ("l", "l"), ("▁", "he"), ("▁he", "ll"), ("▁hell", "o"), ("▁", "t")]
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(vocab=vocab, merges=[*merges, ("é", ".")], byte_fallback=True, fuse_unk=True, unk_token="<unk>")
+    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in ("<unk>", "<s>", "</s>")])
+    return tokenizer
+
+
+def write_folder(folder: Path, tokenizer: tokenizers.Tokenizer, **files: Any) -> Path:
+    """A checkpoint folder; keyword `config=...` writes tokenizer_config.json, any other NAME writes NAME.json."""
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    for name, content in files.items():
+        file = folder / ("tokenizer_config.json" if name == "config" else f"{name}.json")
+        file.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return folder
+
+
+def add_bos_template(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Let the post-processor put `<s>` before every text, as Llama 3's tokenizer.json does."""
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+    )
+    return tokenizer
+
+
+# BOS
+
+
+@pytest.mark.parametrize("name", ["Llama-3-renamed", "x", "SmolLM2-Instruct", "Meta-Llama-3.1-8B"])
+@pytest.mark.parametrize("in_post_processor", [True, False])
+def test_bos_follows_the_files_and_not_the_name_of_the_folder(
+    tmp_path: Path, name: str, in_post_processor: bool
+) -> None:
+    raw = add_bos_template(byte_level()) if in_post_processor else byte_level()
+    tokenizer = Tokenizer(write_folder(tmp_path / name, raw, config={"bos_token": "<s>"}))
+    assert tokenizer.use_bos == in_post_processor
+    assert (tokenizer.encode("a")[0].item() == tokenizer.bos_id) == in_post_processor
+
+
+@pytest.mark.parametrize(
+    ("config", "in_post_processor", "expected"),
+    [
+        ({"add_bos_token": True}, False, True),
+        ({"add_bos_token": False}, True, False),
+        ({"add_bos_token": None}, True, True),
+        ({"tokenizer_class": "LlamaTokenizer"}, False, True),
+        ({"tokenizer_class": "LlamaTokenizerFast"}, False, True),
+        ({"tokenizer_class": "GemmaTokenizerFast"}, False, True),
+        ({"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}, False, False),
+        ({"tokenizer_class": "PreTrainedTokenizerFast"}, False, False),
+        ({"tokenizer_class": None}, False, False),
+        ({"tokenizer_class": "Qwen2Tokenizer"}, False, False),
+    ],
+)
+def test_bos_by_config(tmp_path: Path, config: dict[str, Any], in_post_processor: bool, expected: bool) -> None:
+    raw = add_bos_template(byte_level()) if in_post_processor else byte_level()
+    tokenizer = Tokenizer(write_folder(tmp_path, raw, config={"bos_token": "<s>", **config}))
+    assert tokenizer.use_bos is expected
+
+
+def test_never_two_bos_nor_two_eos(tmp_path: Path) -> None:
+    config = {"bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = Tokenizer(write_folder(tmp_path, add_bos_template(byte_level()), config=config))
+    for bos in (None, True):
+        ids = tokenizer.encode("<s>a</s>", bos=bos, eos=True).tolist()
+        assert ids.count(tokenizer.bos_id) == ids.count(tokenizer.eos_id) == 1
+    assert tokenizer.encode("a", bos=False).tolist() == [tokenizer.token_to_id("a")]
+    assert tokenizer.encode("a", bos=True, eos=True).tolist() == [
+        tokenizer.bos_id,
+        tokenizer.token_to_id("a"),
+        tokenizer.eos_id,
+    ]
+
+
+def test_bos_known_only_from_the_post_processor(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_folder(tmp_path, add_bos_template(byte_level())))
+    assert tokenizer.bos_id == tokenizer.token_to_id("<s>")
+    assert tokenizer.use_bos
+
+
+def test_a_text_that_starts_with_the_bos_token_keeps_it_without_use_bos(tmp_path: Path) -> None:
+    """SmolLM2's BOS is `<|im_start|>`, which its chat format begins with."""
+    tokenizer = Tokenizer(write_folder(tmp_path, byte_level(), config={"bos_token": "<|im_start|>"}))
+    assert not tokenizer.use_bos
+    assert tokenizer.encode("<|im_start|>user")[0].item() == tokenizer.bos_id
+
+
+def test_missing_bos_and_eos_are_clear_errors(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_folder(tmp_path, byte_level()))
+    assert tokenizer.bos_id is None
+    assert tokenizer.eos_id is None
+    with pytest.raises(UserError, match="no BOS"):
+        tokenizer.encode("a", bos=True)
+    with pytest.raises(UserError, match="no EOS"):
+        tokenizer.encode("a", eos=True)
+
+
+# Encoding
+
+
+def test_encode_arguments(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_folder(tmp_path, byte_level()))
+    ids = tokenizer.encode("abcdef ghi", device=torch.device("cpu"))
+    assert ids.dtype == torch.int
+    assert ids.ndim == 1
+    assert tokenizer.encode("abcdef ghi", max_length=3).tolist() == ids.tolist()[:3]
+    assert tokenizer.encode("").tolist() == []
+    with pytest.raises(UserError, match="not valid Unicode at character 1"):
+        tokenizer.encode("a\udce9")
+
+
+def test_truncation_and_padding_in_the_file_are_ignored(tmp_path: Path) -> None:
+    raw = byte_level()
+    raw.enable_truncation(3)
+    raw.enable_padding(length=50)
+    tokenizer = Tokenizer(write_folder(tmp_path, raw))
+    text = "Hello world, this is a text. Hello!"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode("a").numel() == 1
+
+
+def test_vocabulary(tmp_path: Path) -> None:
+    raw = byte_level()
+    tokenizer = Tokenizer(write_folder(tmp_path, raw))
+    assert tokenizer.vocab_size == raw.get_vocab_size(with_added_tokens=False)
+    assert tokenizer.token_to_id("a") == raw.token_to_id("a")
+    with pytest.raises(ValueError, match="'nope' is not in the vocabulary"):
+        tokenizer.token_to_id("nope")
+    assert tokenizer.backend == "huggingface"
+    assert tokenizer.model_name == tmp_path.stem
+
+
+def test_named_special_token_that_is_an_ordinary_entry_of_the_vocabulary(tmp_path: Path) -> None:
+    """It is recognised in a text, and invisible in the answer, without getting a new id."""
+    raw = sentencepiece_like()
+    expected = raw.token_to_id("▁hello")
+    tokenizer = Tokenizer(write_folder(tmp_path, raw, config={"eos_token": "▁hello"}))
+    assert tokenizer.eos_id == expected
+    assert expected in tokenizer.special_ids
+    assert tokenizer.decode([expected]) == ""
+
+
+# Stop ids and odd files
+
+
+def test_stop_ids_are_the_union_of_all_sources(tmp_path: Path) -> None:
+    names = ("<s>", "<e1>", "<e2>", "<e3>", "<e4>", "<e5>", "<e6>", "<|im_end|>", "<end>")
+    raw = byte_level(names)
+    ids = {name: raw.token_to_id(name) for name in names}
+    template = "{% for m in messages %}<s>{{ m.content }}{{ '<end>' if m.role == 'assistant' }}{% endfor %}"
+    folder = write_folder(
+        tmp_path,
+        raw,
+        config={"eos_token": {"__type": "AddedToken", "content": "<e1>"}, "chat_template": template},
+        special_tokens_map={"eos_token": "<e2>"},
+        generation_config={"eos_token_id": [ids["<e3>"], ids["<e4>"]]},
+    )
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": ids["<e5>"]}), encoding="utf-8")
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.stop_ids == {ids[name] for name in names if name not in ("<s>", "<e6>")}
+    assert tokenizer.eos_id == ids["<e1>"]
+
+
+def test_end_of_turn_is_not_the_eos(tmp_path: Path) -> None:
+    config = {"eos_token": "</s>", "chat_template": CHATML}
+    tokenizer = Tokenizer(write_folder(tmp_path, byte_level(), config=config))
+    assert tokenizer.stop_ids == {tokenizer.token_to_id("</s>"), tokenizer.token_to_id("<|im_end|>")}
+
+
+def test_end_of_turn_of_a_template_that_wants_content_in_parts(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.role }}{{ '\n' + m.content[0]['text'] + ' <eot>' }}{% endfor %}"
+    raw = byte_level(("<eot>",))
+    tokenizer = Tokenizer(write_folder(tmp_path, raw, config={"chat_template": template}))
+    assert tokenizer.stop_ids == {raw.token_to_id("<eot>")}
+
+
+def test_tokens_that_mean_something_else_do_not_stop(tmp_path: Path) -> None:
+    """`<|end|>` parts reasoning from answer in gpt-oss; `</s>` is an HTML tag in Gemma's vocabulary."""
+    raw = byte_level(("<|end|>", "<|return|>"))
+    raw.add_tokens(["</s>"])
+    template = "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|return|>{% endfor %}"
+    tokenizer = Tokenizer(write_folder(tmp_path, raw, config={"chat_template": template}))
+    assert tokenizer.stop_ids == {raw.token_to_id("<|return|>")}
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{% broken", "{{ messages.__class__ }}", "hi"])
+def test_stop_ids_survive_any_template(tmp_path: Path, template: str) -> None:
+    config = {"eos_token": "</s>", "chat_template": template}
+    tokenizer = Tokenizer(write_folder(tmp_path, byte_level(), config=config))
+    assert tokenizer.token_to_id("</s>") in tokenizer.stop_ids
+
+
+def test_eos_from_generation_config_alone_is_one_id(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_folder(tmp_path, byte_level(("<s>",)), generation_config={"eos_token_id": [7, 8]}))
+    assert tokenizer.eos_id == 7
+    assert tokenizer.stop_ids == {7, 8}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{\n "bos_token_id": 5,\n "eos_token_id": [\n  7,\n  8\n ],\n "temperature": 0.6\n "top_p": 0.9\n}',  # no comma
+        '{"bos_token_id": 5, "eos_token_id": [7, 8,],}',
+    ],
+)
+def test_generation_config_with_wrong_commas(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = Tokenizer(write_folder(tmp_path, byte_level(("<s>",)), generation_config=text))
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.stop_ids) == (5, 7, {7, 8})
+    assert "not valid JSON" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null", "\x00"])
+def test_generation_config_beyond_repair_is_left_out(tmp_path: Path, text: str) -> None:
+    tokenizer = Tokenizer(write_folder(tmp_path, byte_level(), config={"eos_token": "</s>"}, generation_config=text))
+    assert tokenizer.eos_id == tokenizer.token_to_id("</s>")
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[]"])
+def test_unreadable_tokenizer_files_are_named(tmp_path: Path, file: str, content: bytes) -> None:
+    write_folder(tmp_path, byte_level(), config={})
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(UserError, match=file):
+        Tokenizer(tmp_path)
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        Tokenizer(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"neither tokenizer\.json nor tokenizer\.model"):
+        Tokenizer(tmp_path)
+    (tmp_path / "file.bin").write_bytes(b"")
+    with pytest.raises(UserError, match=r"neither a folder nor a \.gguf"):
+        Tokenizer(tmp_path / "file.bin")
+
+
+@pytest.mark.parametrize("key", ["tokenizer_class", "bos_token", "eos_token", "add_bos_token", "model_max_length"])
+def test_no_key_of_tokenizer_config_is_needed(tmp_path: Path, key: str) -> None:
+    config = {
+        "tokenizer_class": "LlamaTokenizer",
+        "bos_token": {"content": "<s>"},
+        "eos_token": "</s>",
+        "add_bos_token": True,
+        "model_max_length": 5,
+    }
+    del config[key]
+    tokenizer = Tokenizer(write_folder(tmp_path, byte_level(), config=config))
+    assert tokenizer.decode(tokenizer.encode("a text")) == "a text"
+
+
+# Decoding
+
+
+@pytest.fixture(scope="module", params=["byte_level", "sentencepiece_like", "metaspace", "no_decoder", "wordpiece"])
+def any_tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Tokenizers with every kind of decoder."""
+    if request.param == "byte_level":
+        raw = byte_level()
+    else:
+        raw = sentencepiece_like()
+        if request.param == "metaspace":
+            raw.decoder = decoders.Metaspace()
+        elif request.param == "no_decoder":
+            raw.decoder = None
+        elif request.param == "wordpiece":
+            raw.decoder = decoders.WordPiece()
+    return Tokenizer(write_folder(tmp_path_factory.mktemp(request.param), raw))
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_stream_equals_whole_for_any_tokens(any_tokenizer: Tokenizer, data: st.DataObject) -> None:
+    size = any_tokenizer.processor.get_vocab_size()
+    ids = data.draw(st.lists(st.integers(0, size + 3), max_size=30))
+    decoder = StreamDecoder(any_tokenizer)
+    assert "".join(map(decoder.push, ids)) + decoder.finish() == any_tokenizer.decode(ids)
+    cut = data.draw(st.integers(0, len(ids)))  # the same decoder again, several tokens at a time, as tensors
+    parts = [decoder.push(torch.tensor(ids[:cut])), decoder.push(ids[cut:]), decoder.finish()]
+    assert "".join(parts) == any_tokenizer.decode(torch.tensor(ids))
+
+
+@given(text=st.text())
+@settings(max_examples=200, deadline=None)
+def test_stream_of_any_text(any_tokenizer: Tokenizer, text: str) -> None:
+    ids = any_tokenizer.encode(text).tolist()
+    decoder = StreamDecoder(any_tokenizer)
+    assert "".join([decoder.push(index) for index in ids]) + decoder.finish() == any_tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("text", ["né😀", "  two spaces", "a\u200d👩‍👩‍👧 é", "日本語"])
+def test_stream_never_shows_half_a_character(tmp_path: Path, text: str) -> None:
+    tokenizer = Tokenizer(write_folder(tmp_path, byte_level()))
+    parts = list(tokenizer.decode_stream(tokenizer.encode(text)))
+    assert "".join(parts) == text
+    assert "\ufffd" not in "".join(parts)
+    assert len(parts) == tokenizer.encode(text).numel()
+
+
+def test_stream_keeps_spaces_of_sentencepiece(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_folder(tmp_path, sentencepiece_like()))
+    ids = tokenizer.encode("hello hello  😀 a")
+    assert "".join(tokenizer.decode_stream(ids)) == tokenizer.decode(ids) == "hello hello  😀 a"
+    assert tokenizer.decode(tokenizer.token_to_id("▁hello")) == " hello"  # alone: from the middle of a text
+    assert tokenizer.decode([tokenizer.token_to_id("▁hello")]) == "hello"  # a whole text
+    assert tokenizer.decode(ids[0]) == tokenizer.decode(int(ids[0])) == " hello"
+
+
+def test_stream_cost_does_not_grow_with_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer(write_folder(tmp_path, sentencepiece_like()))
+    decoded: list[int] = []
+    decode = Tokenizer.decode
+
+    def counting(self: Tokenizer, ids: Any, skip_special_tokens: bool = True) -> str:
+        decoded.append(len(ids))
+        return decode(self, ids, skip_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "decode", counting)
+    decoder = StreamDecoder(tokenizer)
+    ids = tokenizer.encode("hello he 😀 a" * 50).tolist() + [tokenizer.token_to_id("<0xFF>")] * 500
+    for index in ids:
+        decoder.push(index)
+    decoder.finish()
+    assert sum(decoded) <= 5 * len(ids)
+
+
+def test_decode_skips_special_tokens_unless_asked(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_folder(tmp_path, byte_level(), config={"bos_token": "<s>"}))
+    ids = tokenizer.encode("<s>a</s>")
+    assert tokenizer.decode(ids) == "a"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>a</s>"
+    assert tokenizer.decode([10**6]) == ""
+
+
+# SentencePiece
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained tokenizer.model with byte fallback."""
+    spm = pytest.importorskip("sentencepiece")
+    folder = tmp_path_factory.mktemp("spm")
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS * 5),
+        model_prefix=str(folder / "tokenizer"),
+        model_type="bpe",
+        vocab_size=340,
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}', encoding="utf-8")
+    return folder
+
+
+def test_sentencepiece_model(sentencepiece_folder: Path) -> None:
+    tokenizer = Tokenizer(sentencepiece_folder)
+    assert tokenizer.backend == "sentencepiece"
+    assert tokenizer.use_bos
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
+    assert tokenizer.stop_ids == {2}
+    ids = tokenizer.encode("Hello né😀 world", eos=True).tolist()
+    assert (ids[0], ids[-1]) == (1, 2)
+    assert tokenizer.decode(ids) == "Hello né😀 world"
+    assert tokenizer.encode("<s>Hello</s>").tolist() == [1, *tokenizer.encode("Hello", bos=False).tolist(), 2]
+    assert tokenizer.token_to_id("<unk>") == 0
+    with pytest.raises(ValueError, match="not in the vocabulary"):
+        tokenizer.token_to_id("no such token")
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_sentencepiece_stream_equals_whole(sentencepiece_folder: Path, data: st.DataObject) -> None:
+    tokenizer = Tokenizer(sentencepiece_folder)
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=30))
+    decoder = StreamDecoder(tokenizer)
+    assert "".join(map(decoder.push, ids)) + decoder.finish() == tokenizer.decode(ids)
+
+
+def test_sentencepiece_missing_package_and_damaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"nonsense")
+    pytest.importorskip("sentencepiece")
+    with pytest.raises(UserError, match=r"tokenizer\.model"):
+        Tokenizer(tmp_path)
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(UserError, match=r"pip install 'litgpt\[sentencepiece\]'"):
+        Tokenizer(tmp_path)
+
+
+# Real tokenizers
+
+
+@pytest.mark.parametrize("name", REAL_TOKENIZERS)
+def test_real_tokenizers_equal_transformers(name: str) -> None:
+    ours, theirs = our_tokenizer(name), reference_tokenizer(name)
+    for text in ("Hello world", "  né😀 x", " a", "x\n\n y\t12345", "<s> 123  456", "it's 日本語"):
+        expected = theirs(text, add_special_tokens=False)["input_ids"]
+        assert ours.encode(text, bos=False).tolist() == expected
+        assert ours.decode(expected) == theirs.decode(expected, skip_special_tokens=True)
+        decoder = StreamDecoder(ours)
+        assert "".join(map(decoder.push, expected)) + decoder.finish() == ours.decode(expected)
+    if name != "deepseek_v3":  # its files contradict each other; add_bos_token, which transformers 5 ignores, wins
+        assert ours.encode("Hello").tolist() == theirs("Hello")["input_ids"]
+    assert ours.eos_id == theirs.eos_token_id
+
+
+@pytest.mark.parametrize(
+    ("name", "stop_tokens", "use_bos"),
+    [
+        ("llama3", ["<|end_of_text|>", "<|eot_id|>"], False),
+        ("llama3_1", ["<|end_of_text|>", "<|eot_id|>"], True),
+        ("qwen3", ["<|endoftext|>", "<|im_end|>"], False),
+        ("gemma3", ["<eos>", "<end_of_turn>"], True),
+        ("deepseek_v3", ["<｜end▁of▁sentence｜>"], True),
+    ],
+)
+def test_real_stop_tokens_and_bos(name: str, stop_tokens: list[str], use_bos: bool) -> None:
+    tokenizer = our_tokenizer(name)
+    assert tokenizer.stop_ids == {tokenizer.token_to_id(token) for token in stop_tokens}
+    assert tokenizer.use_bos is use_bos
+
+
+def test_gguf_tokenizer(smollm2_gguf: Path) -> None:
+    tokenizer = Tokenizer(smollm2_gguf)
+    assert tokenizer.chat_template is not None
+    assert tokenizer.stop_ids == {tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")}
+    ids = tokenizer.encode("né😀 12 x")
+    assert tokenizer.decode(ids) == "".join(tokenizer.decode_stream(ids)) == "né😀 12 x"
