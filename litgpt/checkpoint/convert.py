@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor, nn
 
-from litgpt.checkpoint.plan import HEAD, ModelT, Plan, build_empty, plan_import
+from litgpt.checkpoint.plan import HEAD, ModelT, Plan, build_empty, main_dtype, plan_import
 from litgpt.checkpoint.safetensors_file import write_safetensors
 from litgpt.checkpoint.save import FolderWriter, read_manifest
 from litgpt.checkpoint.source import LITGPT_FILE, Source, open_source
@@ -166,7 +166,7 @@ def export_hf(
             with folder.file(name) as path:
                 write_safetensors(path, shard, (_assemble(links[t], shard[t], state) for t in shard), {"format": "pt"})
         if len(shards) > 1:
-            total = sum(_nbytes(info) for info in infos.values())
+            total = sum(info.nbytes for info in infos.values())
             weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
             folder.write_json(
                 "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -242,11 +242,11 @@ def _split(infos: Mapping[str, TensorInfo], shard_size: int) -> list[dict[str, T
     shards: list[dict[str, TensorInfo]] = [{}]
     size = 0
     for name, info in infos.items():
-        if shards[-1] and size + _nbytes(info) > shard_size:
+        if shards[-1] and size + info.nbytes > shard_size:
             shards.append({})
             size = 0
         shards[-1][name] = info
-        size += _nbytes(info)
+        size += info.nbytes
     return shards
 
 
@@ -254,10 +254,6 @@ def _shard_names(count: int) -> list[str]:
     if count == 1:
         return ["model.safetensors"]
     return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-
-
-def _nbytes(info: TensorInfo) -> int:
-    return torch.Size(info.shape).numel() * info.dtype.itemsize
 
 
 def _weight_files(folder: Path) -> list[str]:
@@ -275,12 +271,11 @@ def _updated_config(hf_config: Mapping[str, Any], config: Config, infos: Mapping
     """`config.json` for what is exported: the language model alone, with the dtype and sizes it has now."""
     updated = dict(hf_config)
     if isinstance(text := updated.get("text_config"), Mapping):
-        updated = {**text, "model_type": config.family, "architectures": [_ARCHITECTURES.get(config.family or "")]}
-    updated.pop("torch_dtype", None)
-    dtype = next(iter(infos.values())).dtype
-    updated.update(
-        dtype=str(dtype).removeprefix("torch."),
-        tie_word_embeddings=config.tie_embeddings,
-        vocab_size=config.padded_vocab_size,
-    )
+        updated = {**text, "model_type": config.family}
+        if config.family in _ARCHITECTURES:
+            updated["architectures"] = [_ARCHITECTURES[config.family]]
+    updated.pop("dtype", None)
+    # The name that transformers before version 5 knows; newer ones read it too
+    updated["torch_dtype"] = str(main_dtype(infos.values())).removeprefix("torch.")
+    updated.update(tie_word_embeddings=config.tie_embeddings, vocab_size=config.padded_vocab_size)
     return updated

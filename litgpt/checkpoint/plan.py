@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -76,7 +76,9 @@ def plan_import(source: Source, config: Config) -> Plan:
     if any(problems.values()):
         listed = "; ".join(f"{len(names)} {kind}: {summarize(names)}" for kind, names in problems.items() if names)
         raise UserError(f"{source.path} does not fit a model of the type {config.family!r}: {listed}", _hint(problems))
-    return Plan(config, links, _stored_dtype(source, {name: infos[name] for name in links}))
+    used = [infos[name] for name in links]
+    _refuse_quantized(source, used)
+    return Plan(config, links, main_dtype(used))
 
 
 def _link(table: Table, infos: Mapping[str, TensorInfo], config: Config) -> tuple[dict[str, list[Link]], list[str]]:
@@ -118,7 +120,9 @@ def _adapt(config: Config, source: Source, links: Mapping[str, list[Link]]) -> C
 
 def _equal(source: Source, a: str, b: str) -> bool:
     infos = source.tensors()
-    return infos[a].shape == infos[b].shape and torch.equal(source.get(a), source.get(b))
+    same = infos[a].shape == infos[b].shape and torch.equal(source.get(a), source.get(b))
+    source.release()
+    return same
 
 
 def _filled(links: Mapping[str, list[Link]]) -> dict[str, str]:
@@ -180,17 +184,21 @@ def _piece_shape(link: Link, info: TensorInfo) -> torch.Size | None:
         return None
 
 
-def _stored_dtype(source: Source, infos: Mapping[str, TensorInfo]) -> torch.dtype:
+def main_dtype(infos: Iterable[TensorInfo]) -> torch.dtype:
+    """The dtype that most of the elements have."""
     counts: Counter[torch.dtype] = Counter()
-    for info in infos.values():
-        counts[info.dtype] += torch.Size(info.shape).numel()
-    readable = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
-    if unreadable := set(counts) - readable:
+    for info in infos:
+        counts[info.dtype] += info.numel
+    return max(counts, key=counts.__getitem__, default=torch.float32)
+
+
+def _refuse_quantized(source: Source, infos: Iterable[TensorInfo]) -> None:
+    unreadable = {info.dtype for info in infos} - {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+    if unreadable:
         raise UserError(
-            f"{source.path} stores weights as {', '.join(sorted(str(dtype) for dtype in unreadable))}: it is quantized",
+            f"{source.path} stores weights as {', '.join(sorted(map(str, unreadable)))}: it is quantized",
             "use the unquantized model or a .gguf file of it",
         )
-    return counts.most_common(1)[0][0] if counts else torch.float32
 
 
 def _hint(problems: Mapping[str, list[str]]) -> str:

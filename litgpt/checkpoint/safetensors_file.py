@@ -11,7 +11,6 @@ once. Here the caller says when pages may go, and tensors are written one by one
 from __future__ import annotations
 
 import json
-import math
 import mmap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -76,14 +75,15 @@ class SafetensorsFile:
     def get(self, name: str) -> torch.Tensor:
         """A tensor over the mapped file: its bytes are read when they are used, and stay until `release`."""
         info, begin, _ = self._entries[name]
-        count = math.prod(info.shape)
-        if count == 0:
+        if info.numel == 0:
             return torch.empty(info.shape, dtype=info.dtype)
         if self._map is None:
             with self.path.open("rb") as file:
                 # A private copy-on-write map: torch wants writable memory; nothing here writes to it.
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        return torch.frombuffer(self._map, dtype=info.dtype, count=count, offset=self._start + begin).view(info.shape)
+        return torch.frombuffer(self._map, dtype=info.dtype, count=info.numel, offset=self._start + begin).view(
+            info.shape
+        )
 
     def release(self) -> None:
         """Let the pages that were read so far leave resident memory; tensors stay usable and read them again."""
@@ -109,7 +109,7 @@ def write_safetensors(
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, info in infos.items():
-        begin, end = end, end + math.prod(info.shape) * info.dtype.itemsize
+        begin, end = end, end + info.nbytes
         header[name] = {"dtype": _DTYPE_NAMES[info.dtype], "shape": list(info.shape), "data_offsets": [begin, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode("utf-8")
     encoded += b" " * (-len(encoded) % 8)  # the data starts aligned
@@ -141,6 +141,6 @@ def _read_entry(name: str, entry: dict[str, Any]) -> tuple[TensorInfo, int, int]
         raise ValueError(f"tensor {name} has the unknown dtype {entry['dtype']}")
     info = TensorInfo(tuple(int(n) for n in entry["shape"]), _DTYPES[entry["dtype"]])
     begin, end = (int(n) for n in entry["data_offsets"])
-    if min(info.shape, default=0) < 0 or begin < 0 or end - begin != math.prod(info.shape) * info.dtype.itemsize:
+    if min(info.shape, default=0) < 0 or begin < 0 or end - begin != info.nbytes:
         raise ValueError(f"tensor {name} of shape {info.shape} has the byte range {begin} to {end}")
     return info, begin, end

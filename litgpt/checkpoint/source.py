@@ -66,7 +66,7 @@ class Source(ABC):
         """The content of `config.json`, for exporting."""
 
     def companion_files(self) -> dict[str, bytes]:
-        """The files beside the weights that a copy of the model needs: tokenizer, chat template, generation settings."""
+        """The files beside the weights that a copy needs: tokenizer, chat template, generation settings."""
         return {name: (self.path / name).read_bytes() for name in COMPANIONS if (self.path / name).is_file()}
 
     @abstractmethod

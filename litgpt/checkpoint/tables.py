@@ -247,6 +247,7 @@ _GPT_NEOX = Table(
         rename("gpt_neox.embed_in", "transformer.wte"),
         rename("gpt_neox.final_layer_norm", "transformer.ln_f"),
         rename("embed_out", "lm_head"),
+        rename("lm_head", "lm_head"),  # as transformers 5 calls it in memory
         rename("gpt_neox.layers.{i}.input_layernorm", _H + "norm_1"),
         rename("gpt_neox.layers.{i}.post_attention_layernorm", _H + "norm_2"),
         interleaved_qkv("gpt_neox.layers.{i}.attention.query_key_value"),
