@@ -39,7 +39,7 @@ def main(
     device: str | None = None,
     min_p: float = 0.0,
     repetition_penalty: float = 1.0,
-    stop: list[str] | None = None,
+    stop: list[str] | str | None = None,
     seed: int | None = 1234,
     kv_cache: str = "dense",
 ) -> None:
@@ -63,7 +63,7 @@ def main(
         device: cpu, cuda, cuda:N or mps. Default: the fastest there is.
         min_p: Choose only among tokens with at least this fraction of the likeliest one's probability.
         repetition_penalty: Above 1, tokens that have already appeared become less likely.
-        stop: Texts that end the continuation; they are not shown.
+        stop: A text, or a list of texts, that ends the continuation; it is not shown.
         seed: The seed of the random choices, counting up over the samples; null: another one each time.
         kv_cache: The kind of the KV cache; dense is exact for every model.
     """

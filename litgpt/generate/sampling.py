@@ -10,7 +10,7 @@ import torch
 
 from litgpt.generate.types import SamplingParams, TokenLogprob
 
-# On the CPU a full sort of the vocabulary costs more than a small model's forward; the nucleus is nearly always here.
+# On the CPU a full sort of the vocabulary costs as much as a small model's forward; the nucleus is mostly within this.
 _NUCLEUS_GUESS = 1024
 
 
@@ -115,11 +115,21 @@ def draw(
         probs = probs.masked_fill(probs.cumsum(-1) - probs >= top_p, 0.0)
     if floor is not None:
         probs = probs.masked_fill(probs < floor, 0.0)
-    # A race of exponential clocks draws from `probs`; unlike torch.multinomial it does not wait for the device and
-    # survives NaN, which the caller then reports by name.
-    clocks = torch.empty_like(probs).exponential_(1.0, generator=generator).clamp_min_(1e-20)
-    winner = (probs / clocks).argmax()
+    winner = _draw_index(probs, generator)
     return (winner if ids is None else ids[winner]), probs[winner]
+
+
+def _draw_index(probs: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    """An index drawn by `probs`, which need not sum to 1.
+
+    One random number and a running sum cost far less than a random number a token; unlike torch.multinomial, this does
+    not wait for the device, and NaN passes through, for the caller to report by name.
+    """
+    dtype = torch.float32 if probs.device.type == "mps" else torch.float64  # as fine as the device can
+    heap = probs.cumsum(-1, dtype=dtype)
+    mark = torch.rand((), dtype=dtype, device=probs.device, generator=generator) * heap[-1]
+    # "right": a token without probability has no room between two sums, so it is never found
+    return torch.searchsorted(heap, mark, right=True).clamp_max_(probs.shape[-1] - 1)
 
 
 def _nucleus(probs: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
