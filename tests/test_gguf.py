@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import struct
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from litgpt import constants
 from litgpt.checkpoint.gguf import GGUFFile
 from litgpt.config import Config
 from litgpt.errors import UserError
@@ -309,8 +309,27 @@ def test_missing_metadata_and_missing_model(tmp_path: Path) -> None:
         file.hf_config()
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("block_count", 2**31),
+        ("attention.head_count", 0),
+        ("embedding_length", "many"),
+        ("attention.layer_norm_rms_epsilon", float("nan")),
+        ("attention.sliding_window_pattern", 0),
+        ("attention.head_count_kv", [2, 4]),
+    ],
+)
+def test_damaged_metadata(key: str, value: Any, tmp_path: Path) -> None:
+    _, path = convert("gemma3_text", tmp_path)
+    file = GGUFFile(path)
+    file.metadata[f"gemma3.{key}"] = value
+    with pytest.raises(UserError):
+        file.hf_config()
+
+
 def test_without_the_gguf_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(constants, "find_spec", lambda name: None)
     with pytest.raises(UserError) as caught:
         GGUFFile(tmp_path / "a.gguf")
     assert "pip install 'litgpt[gguf]'" in caught.value.hint
@@ -385,6 +404,7 @@ def test_flipped_bytes_in_the_header(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # the reference reads Gemma's vocabulary slowly, twice
 @pytest.mark.parametrize("model", ["smollm2_gguf", "gemma3_gguf"])
 def test_real_file_equals_transformers(model: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from litgpt.checkpoint.gguf_layout import Origin, find_origins
 from litgpt.checkpoint.gguf_reader import read_gguf
 from litgpt.checkpoint.gguf_tokenizer import build_tokenizer_files
 from litgpt.checkpoint.types import TensorInfo
+from litgpt.constants import require
 from litgpt.errors import UserError
 
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -33,8 +33,7 @@ class GGUFFile:
     """
 
     def __init__(self, path: str | Path) -> None:
-        if importlib.util.find_spec("gguf") is None:
-            raise UserError("reading GGUF files needs the `gguf` package", "pip install 'litgpt[gguf]'")
+        require("gguf", "reading GGUF files")
         self.path = Path(path)
         self._metadata, self._stored = self._contents = read_gguf(self.path)
 

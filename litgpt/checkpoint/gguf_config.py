@@ -49,6 +49,8 @@ class _Facts:
         """A size that may be listed once a layer, as long as it is the same in all."""
         value = self.need(key) if default is None else self.get(key, default)
         values = set(value) if isinstance(value, list) else {value}
+        if any(not isinstance(v, int) or v < 1 for v in values):
+            raise self._wrong(key, value)
         if len(values) != 1:
             raise UserError(
                 f"{self.arch}.{key} differs from layer to layer ({sorted(values)}): no family here has that"
@@ -56,7 +58,14 @@ class _Facts:
         return int(values.pop())
 
     def number(self, key: str, default: float | None = None) -> float:
-        return _tidy(self.need(key) if default is None else self.get(key, default))
+        """A number that is not negative."""
+        value = self.need(key) if default is None else self.get(key, default)
+        if not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise self._wrong(key, value)
+        return _tidy(value)
+
+    def _wrong(self, key: str, value: Any) -> UserError:
+        return UserError(f"the GGUF file says that {self.arch}.{key} is {value!r}", "it is damaged: download it again")
 
     def has(self, tensor: str) -> bool:
         return tensor in self.tensors
@@ -92,12 +101,17 @@ def build_hf_config(contents: GGUFContents) -> dict[str, Any]:
 
 
 def _common(facts: _Facts) -> dict[str, Any]:
-    n_head = facts.count("attention.head_count")
+    n_layer = facts.count("block_count")
+    if n_layer > len(facts.tensors):
+        raise UserError(
+            f"the GGUF file says that it has {n_layer} layers, but holds only {len(facts.tensors)} tensors",
+            "it is damaged: download it again",
+        )
     ids = {name: facts.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in TOKEN_IDS.items()}
     return {
         "hidden_size": facts.count("embedding_length"),
-        "num_hidden_layers": facts.count("block_count"),
-        "num_attention_heads": n_head,
+        "num_hidden_layers": n_layer,
+        "num_attention_heads": facts.count("attention.head_count"),
         "intermediate_size": facts.count("feed_forward_length"),
         "max_position_embeddings": facts.count("context_length"),
         "vocab_size": facts.tensors["token_embd.weight"].shape[0],
@@ -204,8 +218,8 @@ def _gemma3(facts: _Facts) -> dict[str, Any]:
 
 
 def _query_scalar(facts: _Facts) -> int | float:
-    if scale := facts.get("attention.scale"):
-        return _tidy(scale**-2)
+    if scale := facts.number("attention.scale", 0.0):
+        return round(scale**-2, 3)  # a whole number in all models, but for the rounding of the scale
     if facts.count("block_count") == GEMMA_27B_LAYERS[facts.arch]:
         return facts.count("embedding_length") // facts.count("attention.head_count")
     return facts.head_size
@@ -213,9 +227,10 @@ def _query_scalar(facts: _Facts) -> int | float:
 
 def _layer_types(facts: _Facts) -> list[str]:
     n_layer = facts.count("block_count")
-    pattern = facts.get("attention.sliding_window_pattern", SLIDING_PATTERN[facts.arch])
+    pattern = facts.get("attention.sliding_window_pattern")
     if not isinstance(pattern, list):
-        pattern = [(i + 1) % pattern != 0 for i in range(n_layer)]
+        period = facts.count("attention.sliding_window_pattern", SLIDING_PATTERN[facts.arch])
+        pattern = [(i + 1) % period != 0 for i in range(n_layer)]
     return ["sliding_attention" if sliding else "full_attention" for sliding in pattern[:n_layer]]
 
 

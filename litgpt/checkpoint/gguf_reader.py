@@ -51,7 +51,7 @@ def read_gguf(path: Path) -> GGUFContents:
     """
     contents = _read_part(path)
     n_parts = contents.metadata.get("split.count", 1)
-    if n_parts <= 1:
+    if not isinstance(n_parts, int) or n_parts <= 1:
         return contents
     match = SHARD_NAME.fullmatch(path.name)
     if match is None:

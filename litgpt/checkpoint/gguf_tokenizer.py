@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeGuard
 
 from litgpt.checkpoint.gguf_pretokenizers import pre_tokenizer
 from litgpt.errors import UserError
@@ -33,7 +33,7 @@ def build_tokenizer_files(metadata: Metadata) -> dict[str, Any]:
     """
     kind = metadata.get("tokenizer.ggml.model")
     tokens = metadata.get("tokenizer.ggml.tokens")
-    if kind not in ("gpt2", "llama") or not tokens:
+    if kind not in ("gpt2", "llama") or not _are_strings(tokens):
         raise UserError(
             f"the GGUF file has no tokenizer that is supported (tokenizer.ggml.model is {kind!r})",
             "supported are 'gpt2' (byte-level BPE) and 'llama' (SentencePiece BPE)",
@@ -59,12 +59,16 @@ def build_tokenizer_files(metadata: Metadata) -> dict[str, Any]:
     }
 
 
+def _are_strings(values: Any) -> TypeGuard[list[str]]:
+    return isinstance(values, list) and bool(values) and all(isinstance(value, str) for value in values)
+
+
 # Byte-level BPE
 
 
 def _byte_level(metadata: Metadata, tokens: list[str]) -> dict[str, Any]:
     merges = metadata.get("tokenizer.ggml.merges")
-    if merges is None:
+    if not _are_strings(merges):
         raise UserError("the GGUF file has a byte-level vocabulary without merges", "convert the model again")
     splitting = pre_tokenizer(metadata)
     return {
@@ -192,7 +196,7 @@ def _special_ids(metadata: Metadata, kind: str) -> dict[str, int]:
     n_tokens = len(metadata["tokenizer.ggml.tokens"])
     ids = dict(LLAMA_IDS) if kind == "llama" else {}
     ids |= {name: metadata[k] for name, key in ID_KEYS.items() if (k := f"tokenizer.ggml.{key}_token_id") in metadata}
-    return {name: i for name, i in ids.items() if 0 <= i < n_tokens}
+    return {name: i for name, i in ids.items() if isinstance(i, int) and 0 <= i < n_tokens}
 
 
 def _added_at_the_ends(metadata: Metadata, kind: str) -> dict[str, bool]:
@@ -245,7 +249,7 @@ def _tokenizer_config(
 def _generation_config(metadata: Metadata, tokens: list[str], types: list[int], ids: dict[str, int]) -> dict[str, Any]:
     named = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eot", "eom")]
     stops = [ids["eos"]] if "eos" in ids else []
-    stops += [i for i in named if i is not None and 0 <= i < len(tokens)]
+    stops += [i for i in named if isinstance(i, int) and 0 <= i < len(tokens)]
     ends = set(END_OF_TURN)
     stops += [i for i, token in enumerate(tokens) if types[i] in (CONTROL, USER_DEFINED) and token in ends]
     config: dict[str, Any] = {f"{name}_token_id": ids[name] for name in ("bos", "pad") if name in ids}
