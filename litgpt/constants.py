@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+from litgpt.errors import UserError
+
 # Name in this module -> (module to look for, extra of this package that brings it)
 _OPTIONAL = {
     "GGUF_AVAILABLE": ("gguf", "gguf"),
@@ -27,10 +29,20 @@ def is_available(module: str) -> bool:
         return False
 
 
-def install_hint(module: str) -> str:
-    """Return the sentence that tells a person how to get an optional module."""
-    extra = next((extra for name, extra in _OPTIONAL.values() if name == module), None)
-    return f"pip install 'litgpt[{extra}]'" if extra else f"pip install {module}"
+def require(module: str, purpose: str) -> None:
+    """Raise if an optional module is not installed.
+
+    Args:
+        module: its name.
+        purpose: what it is needed for, as the beginning of the message.
+
+    Raises:
+        UserError: it is missing; the hint says how to get it.
+    """
+    if not is_available(module):
+        extra = next((extra for name, extra in _OPTIONAL.values() if name == module), None)
+        command = f"pip install 'litgpt[{extra}]'" if extra else f"pip install {module}"
+        raise UserError(f"{purpose} needs the package {module}", command)
 
 
 def __getattr__(name: str) -> bool:

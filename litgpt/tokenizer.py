@@ -14,6 +14,7 @@ import torch
 
 from litgpt import chat_template as templates
 from litgpt.chat_template import Message
+from litgpt.constants import require
 from litgpt.detokenizer import StreamDecoder
 from litgpt.errors import UserError
 from litgpt.tokenizer_files import TokenizerFiles, eos_ids, read_tokenizer_files, token_text
@@ -199,17 +200,12 @@ class Tokenizer:
             text = token_text(source.get("eos_token"))
             ids.add(self._lookup(text) if text is not None else None)
         ids.update(self.special_ids & {self._added.get(token) for token in _END_OF_TURN})
-        ids.add(self._end_of_turn())
+        if self.chat_template is not None:
+            token = templates.end_of_turn(
+                lambda chat: self.apply_chat_template(chat, add_generation_prompt=False), self._added
+            )
+            ids.add(self._added[token] if token is not None else None)
         return frozenset(index for index in ids if index is not None)
-
-    def _end_of_turn(self) -> int | None:
-        """The added token that the chat template writes right after an answer."""
-        if self.chat_template is None:
-            return None
-        tail = templates.text_after_answer(lambda chat: self.apply_chat_template(chat, add_generation_prompt=False))
-        tail = (tail or "").lstrip()
-        found = max((token for token in self._added if tail.startswith(token)), key=len, default=None)
-        return None if found is None else self._added[found]
 
     # Text to ids
 
@@ -346,10 +342,9 @@ class Tokenizer:
 
 def _load_sentencepiece(path: Path | None) -> Any:
     assert path is not None
-    try:
-        from sentencepiece import SentencePieceProcessor
-    except ImportError as ex:
-        raise UserError(f"{path} needs the package sentencepiece", "pip install 'litgpt[sentencepiece]'") from ex
+    require("sentencepiece", f"reading {path}")
+    from sentencepiece import SentencePieceProcessor
+
     try:
         return SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError) as ex:

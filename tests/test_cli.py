@@ -126,7 +126,9 @@ def test_optional_packages() -> None:
     assert isinstance(constants.GGUF_AVAILABLE, bool)
     assert not constants.is_available("no_such_package")
     assert not constants.is_available("no_such_package.part")
-    assert constants.install_hint("gguf") == "pip install 'litgpt[gguf]'"
+    with pytest.raises(UserError, match="reading it needs the package no_such_package") as caught:
+        constants.require("no_such_package", "reading it")
+    assert caught.value.hint == "pip install no_such_package"
     with pytest.raises(AttributeError):
         constants.NOTHING  # noqa: B018
 

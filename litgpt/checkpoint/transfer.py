@@ -13,7 +13,6 @@ import logging
 import shutil
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -119,7 +118,8 @@ def _fetch(
             if failures > RETRIES or not _is_transient(error):
                 raise
             logger.info("%s: %s; trying to continue", file.name, _first_line(error))
-            time.sleep(RETRY_SECONDS * failures)
+            if stop.wait(RETRY_SECONDS * failures):
+                raise _Stopped from error
     if not file.matches(part):
         size = _size(part)
         part.unlink()
