@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -165,25 +165,31 @@ def render(
         raise UserError(f"the chat template failed: {ex}", "check the messages, or use another prompt style") from ex
 
 
-def text_after_answer(render_messages: Callable[[Sequence[Message]], str]) -> str | None:
-    """What a template writes after an assistant's answer, which begins with the end-of-turn token if it has one.
+def end_of_turn(render_messages: Callable[[Sequence[Message]], str], tokens: Collection[str]) -> str | None:
+    """The token with which a template ends an assistant's answer, found by rendering a short conversation.
+
+    A token that also stands between the reasoning and the answer does not end a turn.
 
     Args:
         render_messages: renders a conversation without a generation prompt.
+        tokens: tokens that are recognised in a text as a whole.
 
     Returns:
-        The text up to the end of the conversation, or None when the template cannot render a short conversation.
+        The token, or None when there is none or the template cannot render the conversation.
     """
-    question, answer = "Say something.", "Xanadu7"
+    question, thought, answer = "Say something.", "Thinking7", "Xanadu7"
     for wrap in (str, _as_parts):
-        conversation = [{"role": "user", "content": wrap(question)}, {"role": "assistant", "content": wrap(answer)}]
+        reply = {"role": "assistant", "content": wrap(answer), "reasoning_content": thought}
         try:
-            before_and_after = render_messages(conversation).rpartition(answer)
+            text = render_messages([{"role": "user", "content": wrap(question)}, reply])
         except UserError as ex:
             logger.debug("no end of turn from the chat template: %s", ex)
             continue
-        if before_and_after[1]:
-            return before_and_after[2]
+        before, found, after = text.rpartition(answer)
+        if found:
+            inside = before.rpartition(thought)[2] if thought in before else ""
+            ends = [token for token in tokens if token.strip() and token in after and token not in inside]
+            return min(ends, key=lambda token: (after.index(token), -len(token)), default=None)
     return None
 
 

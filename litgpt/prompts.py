@@ -90,7 +90,8 @@ class ChatTemplate(PromptStyle, name="chat-template"):
 
     def _render(self, messages: list[Mapping[str, Any]], extras: dict[str, Any]) -> str:
         """Render; a template that refuses or drops the system message gets its text with the first request."""
-        assert self._tokenizer is not None, "a chat template needs bind(tokenizer) before it is applied"
+        if self._tokenizer is None:
+            raise UserError("the chat template of which checkpoint?", "call bind(tokenizer) on the prompt style first")
         variables = {**self._variables, **extras}
         merged = _merge_system(messages)
         try:

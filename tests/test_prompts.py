@@ -345,6 +345,11 @@ def test_a_system_prompt_is_not_lost_by_templates_without_a_place_for_it(tmp_pat
     assert style.apply("Q", sys_prompt="S") == "[S\n\nQ]"
 
 
+def test_chat_template_without_a_tokenizer() -> None:
+    with pytest.raises(UserError, match="bind"):
+        PromptStyle.from_name("chat-template").apply("Q")
+
+
 def test_chat_template_variables_are_saved(tmp_path: Path) -> None:
     tokenizer = checkpoint(tmp_path, "{{ messages[0].content }}{{ '!' if loud else '.' }}")
     save_prompt_style(ChatTemplate(tokenizer, loud=True), tmp_path)

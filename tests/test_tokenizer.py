@@ -226,6 +226,16 @@ def test_end_of_turn_of_a_template_that_wants_content_in_parts(tmp_path: Path) -
     assert tokenizer.stop_ids == {raw.token_to_id("<eot>")}
 
 
+def test_a_token_between_reasoning_and_answer_does_not_end_a_turn(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}<|begin|>{{ m.role }}{% if m.reasoning_content %}<|think|>"
+        "{{ m.reasoning_content }}<|end|><|begin|>{% endif %}<|content|>{{ m.content }}<|end|><|over|>{% endfor %}"
+    )
+    raw = byte_level(("<|end|>", "<|over|>", "<|begin|>"))
+    tokenizer = Tokenizer(write_folder(tmp_path, raw, config={"chat_template": template}))
+    assert tokenizer.stop_ids == {raw.token_to_id("<|over|>")}
+
+
 def test_tokens_that_mean_something_else_do_not_stop(tmp_path: Path) -> None:
     """`<|end|>` parts reasoning from answer in gpt-oss; `</s>` is an HTML tag in Gemma's vocabulary."""
     raw = byte_level(("<|end|>", "<|return|>"))
