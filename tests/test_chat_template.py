@@ -14,7 +14,7 @@ from litgpt import chat_template
 from litgpt.errors import UserError
 from litgpt.tokenizer import Tokenizer
 from tests.assets import REAL_TOKENIZERS, our_tokenizer, reference_tokenizer
-from tests.test_tokenizer import byte_level, write_folder
+from tests.toy_tokenizers import byte_level, write_folder
 
 CHAT: list[dict[str, Any]] = [
     {"role": "user", "content": "Hi <b>né😀</b> & {x} 'y' \"z\""},

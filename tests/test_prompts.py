@@ -32,7 +32,7 @@ from litgpt.prompts import (
 )
 from litgpt.tokenizer import Tokenizer
 from tests.assets import our_tokenizer, reference_tokenizer, tokenizer_dir
-from tests.test_tokenizer import CHATML, add_bos_template, byte_level, write_folder
+from tests.toy_tokenizers import CHATML, add_bos_template, byte_level, write_folder
 
 # name -> (text of the request "Q", text of "Q" with the system prompt "S"); `...` stands for a long text
 GOLDEN = {

@@ -1,79 +1,20 @@
 # Licensed under the Apache License 2.0, see the LICENSE file.
 
-"""Tokenizer: what the files say about BOS and stopping, decoding in a stream, and agreement with transformers."""
+"""Tokenizer: what the files say about BOS and stopping, and agreement with transformers."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from litgpt.errors import UserError
 from litgpt.tokenizer import StreamDecoder, Tokenizer
 from tests.assets import REAL_TOKENIZERS, our_tokenizer, reference_tokenizer
-
-CORPUS = ["Hello world, this is a text.", "né😀 über 日本語 naïve", "  two  spaces\n\tand a tab", "123 456 <|x|>"] * 3
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
-
-def byte_level(specials: tuple[str, ...] = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")) -> tokenizers.Tokenizer:
-    """A byte-level BPE as GPT-2 and Llama 3 have it, with a non-special added token."""
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
-    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in specials])
-    tokenizer.add_tokens(["<tool> né"])
-    return tokenizer
-
-
-def sentencepiece_like() -> tokenizers.Tokenizer:
-    """A BPE with spaces as "▁", byte fallback and a stripped first space, as Llama 2 has it."""
-    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
-    vocab |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
-    for piece in ["▁", "▁▁", *"abcdeéhlnotw.", "▁a", "he", "ll", "▁he", "▁hell", "▁hello", "▁t", "é."]:
-        vocab[piece] = len(vocab)
-    merges = [("▁", "▁"), ("▁", "a"), ("h", "e"), ("l", "l"), ("▁", "he"), ("▁he", "ll"), ("▁hell", "o"), ("▁", "t")]
-    tokenizer = tokenizers.Tokenizer(
-        models.BPE(vocab=vocab, merges=[*merges, ("é", ".")], byte_fallback=True, fuse_unk=True, unk_token="<unk>")
-    )
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in ("<unk>", "<s>", "</s>")])
-    return tokenizer
-
-
-def write_folder(folder: Path, tokenizer: tokenizers.Tokenizer, **files: Any) -> Path:
-    """A checkpoint folder; keyword `config=...` writes tokenizer_config.json, any other NAME writes NAME.json."""
-    folder.mkdir(exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    for name, content in files.items():
-        file = folder / ("tokenizer_config.json" if name == "config" else f"{name}.json")
-        file.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
-    return folder
-
-
-def add_bos_template(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """Let the post-processor put `<s>` before every text, as Llama 3's tokenizer.json does."""
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
-    )
-    return tokenizer
-
+from tests.toy_tokenizers import CHATML, add_bos_template, byte_level, sentencepiece_like, write_folder
 
 # BOS
 
@@ -308,144 +249,6 @@ def test_no_key_of_tokenizer_config_is_needed(tmp_path: Path, key: str) -> None:
     del config[key]
     tokenizer = Tokenizer(write_folder(tmp_path, byte_level(), config=config))
     assert tokenizer.decode(tokenizer.encode("a text")) == "a text"
-
-
-# Decoding
-
-
-@pytest.fixture(scope="module", params=["byte_level", "sentencepiece_like", "metaspace", "no_decoder", "wordpiece"])
-def any_tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Tokenizers with every kind of decoder."""
-    if request.param == "byte_level":
-        raw = byte_level()
-    else:
-        raw = sentencepiece_like()
-        if request.param == "metaspace":
-            raw.decoder = decoders.Metaspace()
-        elif request.param == "no_decoder":
-            raw.decoder = None
-        elif request.param == "wordpiece":
-            raw.decoder = decoders.WordPiece()
-    return Tokenizer(write_folder(tmp_path_factory.mktemp(request.param), raw))
-
-
-@given(data=st.data())
-@settings(max_examples=300, deadline=None)
-def test_stream_equals_whole_for_any_tokens(any_tokenizer: Tokenizer, data: st.DataObject) -> None:
-    size = any_tokenizer.processor.get_vocab_size()
-    ids = data.draw(st.lists(st.integers(0, size + 3), max_size=30))
-    decoder = StreamDecoder(any_tokenizer)
-    assert "".join(map(decoder.push, ids)) + decoder.finish() == any_tokenizer.decode(ids)
-    cut = data.draw(st.integers(0, len(ids)))  # the same decoder again, several tokens at a time, as tensors
-    parts = [decoder.push(torch.tensor(ids[:cut])), decoder.push(ids[cut:]), decoder.finish()]
-    assert "".join(parts) == any_tokenizer.decode(torch.tensor(ids))
-
-
-@given(text=st.text())
-@settings(max_examples=200, deadline=None)
-def test_stream_of_any_text(any_tokenizer: Tokenizer, text: str) -> None:
-    ids = any_tokenizer.encode(text).tolist()
-    decoder = StreamDecoder(any_tokenizer)
-    assert "".join([decoder.push(index) for index in ids]) + decoder.finish() == any_tokenizer.decode(ids)
-
-
-@pytest.mark.parametrize("text", ["né😀", "  two spaces", "a\u200d👩‍👩‍👧 é", "日本語"])
-def test_stream_never_shows_half_a_character(tmp_path: Path, text: str) -> None:
-    tokenizer = Tokenizer(write_folder(tmp_path, byte_level()))
-    parts = list(tokenizer.decode_stream(tokenizer.encode(text)))
-    assert "".join(parts) == text
-    assert "\ufffd" not in "".join(parts)
-    assert len(parts) == tokenizer.encode(text).numel()
-
-
-def test_stream_keeps_spaces_of_sentencepiece(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(write_folder(tmp_path, sentencepiece_like()))
-    ids = tokenizer.encode("hello hello  😀 a")
-    assert "".join(tokenizer.decode_stream(ids)) == tokenizer.decode(ids) == "hello hello  😀 a"
-    assert tokenizer.decode(tokenizer.token_to_id("▁hello")) == " hello"  # alone: from the middle of a text
-    assert tokenizer.decode([tokenizer.token_to_id("▁hello")]) == "hello"  # a whole text
-    assert tokenizer.decode(ids[0]) == tokenizer.decode(int(ids[0])) == " hello"
-
-
-def test_stream_cost_does_not_grow_with_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = Tokenizer(write_folder(tmp_path, sentencepiece_like()))
-    decoded: list[int] = []
-    decode = Tokenizer.decode
-
-    def counting(self: Tokenizer, ids: Any, skip_special_tokens: bool = True) -> str:
-        decoded.append(len(ids))
-        return decode(self, ids, skip_special_tokens)
-
-    monkeypatch.setattr(Tokenizer, "decode", counting)
-    decoder = StreamDecoder(tokenizer)
-    ids = tokenizer.encode("hello he 😀 a" * 50).tolist() + [tokenizer.token_to_id("<0xFF>")] * 500
-    for index in ids:
-        decoder.push(index)
-    decoder.finish()
-    assert sum(decoded) <= 5 * len(ids)
-
-
-def test_decode_skips_special_tokens_unless_asked(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(write_folder(tmp_path, byte_level(), config={"bos_token": "<s>"}))
-    ids = tokenizer.encode("<s>a</s>")
-    assert tokenizer.decode(ids) == "a"
-    assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>a</s>"
-    assert tokenizer.decode([10**6]) == ""
-
-
-# SentencePiece
-
-
-@pytest.fixture(scope="module")
-def sentencepiece_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trained tokenizer.model with byte fallback."""
-    spm = pytest.importorskip("sentencepiece")
-    folder = tmp_path_factory.mktemp("spm")
-    spm.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS * 5),
-        model_prefix=str(folder / "tokenizer"),
-        model_type="bpe",
-        vocab_size=340,
-        byte_fallback=True,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}', encoding="utf-8")
-    return folder
-
-
-def test_sentencepiece_model(sentencepiece_folder: Path) -> None:
-    tokenizer = Tokenizer(sentencepiece_folder)
-    assert tokenizer.backend == "sentencepiece"
-    assert tokenizer.use_bos
-    assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
-    assert tokenizer.stop_ids == {2}
-    ids = tokenizer.encode("Hello né😀 world", eos=True).tolist()
-    assert (ids[0], ids[-1]) == (1, 2)
-    assert tokenizer.decode(ids) == "Hello né😀 world"
-    assert tokenizer.encode("<s>Hello</s>").tolist() == [1, *tokenizer.encode("Hello", bos=False).tolist(), 2]
-    assert tokenizer.token_to_id("<unk>") == 0
-    with pytest.raises(ValueError, match="not in the vocabulary"):
-        tokenizer.token_to_id("no such token")
-
-
-@given(data=st.data())
-@settings(max_examples=300, deadline=None)
-def test_sentencepiece_stream_equals_whole(sentencepiece_folder: Path, data: st.DataObject) -> None:
-    tokenizer = Tokenizer(sentencepiece_folder)
-    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=30))
-    decoder = StreamDecoder(tokenizer)
-    assert "".join(map(decoder.push, ids)) + decoder.finish() == tokenizer.decode(ids)
-
-
-def test_sentencepiece_missing_package_and_damaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tokenizer.model").write_bytes(b"nonsense")
-    pytest.importorskip("sentencepiece")
-    with pytest.raises(UserError, match=r"tokenizer\.model"):
-        Tokenizer(tmp_path)
-    monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(UserError, match=r"pip install 'litgpt\[sentencepiece\]'"):
-        Tokenizer(tmp_path)
 
 
 # Real tokenizers
