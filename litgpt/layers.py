@@ -242,11 +242,30 @@ def _unstack_experts(module: nn.Module, state_dict: dict[str, Any], prefix: str,
             state_dict[f"{prefix}{j}.{key[len(prefix) :]}"] = part
 
 
-def _stack_experts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+def _stack_experts(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: Any,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Stack the experts' tensors, and report those that are missing or do not fit by their own names."""
     for name, parameter in module.named_parameters():
+        if prefix + name in state_dict:
+            continue
         keys = [f"{prefix}{j}.{name}" for j in range(len(parameter))]
-        if all(key in state_dict for key in keys):
-            state_dict[prefix + name] = torch.stack([state_dict.pop(key) for key in keys])
+        found = {key: state_dict.pop(key) for key in keys if key in state_dict}
+        wrong = {key: tuple(part.shape) for key, part in found.items() if part.shape != parameter.shape[1:]}
+        missing_keys.extend(key for key in keys if key not in found)
+        error_msgs.extend(
+            f"size mismatch for {key}: {shape} in the checkpoint, {tuple(parameter.shape[1:])} in the model"
+            for key, shape in wrong.items()
+        )
+        complete = len(found) == len(keys) and not wrong
+        state_dict[prefix + name] = torch.stack(list(found.values())) if complete else parameter
 
 
 def route(

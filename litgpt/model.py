@@ -8,6 +8,8 @@ vocabulary, H query heads `n_head`, G key/value groups `n_query_groups`, D head 
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -51,6 +53,8 @@ __all__ = [
     "build_mask_cache",
     "build_rope_cache",
 ]
+
+logger = logging.getLogger(__name__)
 
 LATENT_ABSORB_LIMIT = 170  # queries a step below which scoring in the latent space is cheaper than expanding it
 LATENT_NORM_EPS = 1e-6  # of the norms inside latent attention, whatever the model's other norms have
@@ -111,6 +115,8 @@ class GPT(nn.Module):
         )
         if config.tie_embeddings:
             self.tie_weights()
+        self.register_load_state_dict_pre_hook(_match_tie)
+        self.register_load_state_dict_post_hook(_tie_again)
         self.rope = Rope(config)
         self.kv_cache: kvcache.KVCache | None = None
         self._max_seq_length = config.block_size
@@ -148,8 +154,11 @@ class GPT(nn.Module):
 
     def tie_weights(self) -> None:
         """Make the head's weight and the embedding one parameter."""
-        head = getattr(self.lm_head, "linear", self.lm_head)  # a variant may wrap the map
-        head.weight = self.transformer.wte.weight
+        self._plain_head.weight = self.transformer.wte.weight
+
+    @property
+    def _plain_head(self) -> nn.Linear:
+        return cast(nn.Linear, getattr(self.lm_head, "linear", self.lm_head))  # a variant may wrap the map
 
     def _init_weights(self, module: nn.Module) -> None:
         """Draw the weights of one module; use as `gpt.apply(gpt._init_weights)`."""
@@ -203,10 +212,25 @@ class GPT(nn.Module):
                 raise ValueError(f"the step was planned for {step.size} tokens a row, got {idx.size(1)}")
         elif idx.size(1) > self.max_seq_length:
             raise ValueError(f"cannot forward {idx.size(1)} tokens: the maximum length is {self.max_seq_length}")
-        logits = self.run(idx, step, cache, last_only=last_only, lm_head_chunk_size=lm_head_chunk_size)
+        self.check_ids(idx)
+        try:
+            logits = self.run(idx, step, cache, last_only=last_only, lm_head_chunk_size=lm_head_chunk_size)
+        except BaseException:
+            if cache is not None and step is not None:
+                cache.abandon(step)
+            raise
         if cache is not None and step is not None:
             cache.commit(step)
         return logits
+
+    def check_ids(self, idx: torch.Tensor) -> None:
+        """Raise ValueError for token ids outside the embedding, on devices that the host need not wait for."""
+        if torch.compiler.is_compiling() or idx.is_cuda or idx.device.type == "meta" or not idx.numel():
+            return
+        n_rows = self.transformer.wte.num_embeddings
+        low, high = (int(v) for v in idx.aminmax())
+        if low < 0 or high >= n_rows:
+            raise ValueError(f"token id {low if low < 0 else high} is outside the embedding of {n_rows} rows")
 
     def run(
         self,
@@ -234,13 +258,7 @@ class GPT(nn.Module):
 
     def embed(self, idx: torch.Tensor) -> torch.Tensor:
         """Token ids `(B, T)` -> `(B, T, C)`."""
-        wte = self.transformer.wte
-        if not torch.compiler.is_compiling() and not idx.is_cuda and idx.device.type != "meta":
-            low, high = (int(v) for v in idx.aminmax()) if idx.numel() else (0, 0)  # no device to wait for
-            if low < 0 or high >= wte.num_embeddings:
-                bad = low if low < 0 else high
-                raise ValueError(f"token id {bad} is outside the embedding of {wte.num_embeddings} rows")
-        x = wte(idx)
+        x = self.transformer.wte(idx)
         scale = self.config.embedding_multiplier
         if self.config.scale_embeddings:
             scale *= self.config.n_embd**0.5
@@ -349,6 +367,29 @@ class GPT(nn.Module):
         if start is not None:
             pos = pos[:1]
         return cache, Step(pos, pos[:, -1] + 1, live=maxp1, start=start, fresh=start == 0)
+
+
+def _match_tie(model: GPT, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    """Let a tied model read a state dict that names the one tensor once, and untie it for two different ones."""
+    embedding, head = f"{prefix}transformer.wte.weight", f"{prefix}lm_head.weight"
+    if not model.config.tie_embeddings or f"{prefix}lm_head.linear.weight" in state_dict:
+        return
+    if embedding in state_dict and head not in state_dict:
+        state_dict[head] = state_dict[embedding]
+    elif embedding in state_dict and not _same(state_dict[embedding], state_dict[head]):
+        logger.warning("the embedding and the head that are loaded differ: they are now two parameters")
+        model.config = dataclasses.replace(model.config, tie_embeddings=False)
+        model._plain_head.weight = nn.Parameter(torch.empty_like(model._plain_head.weight))
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a is b or a.is_meta or b.is_meta or torch.equal(a, b.to(a.device))
+
+
+def _tie_again(model: GPT, incompatible_keys: Any) -> None:
+    """Tensors that were assigned, not copied, came as two parameters."""
+    if model.config.tie_embeddings:
+        model.tie_weights()
 
 
 class Block(nn.Module):

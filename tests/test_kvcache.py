@@ -302,6 +302,25 @@ def test_a_failing_forward_commits_nothing(name: str) -> None:
     close(out, full(model, tokens)[9:])
 
 
+@torch.no_grad()
+def test_a_failing_chunk_that_overwrote_a_ring_empties_the_row() -> None:
+    """The ring has let go of what came before, so the row cannot go on; the other row, within the slack, can."""
+    model, tokens = model_of("mistral_window"), sequence()
+    cache = small_cache(model.config, 2)
+    feed(model, cache, [tokens[:9], tokens[:9]])
+    handle = model.transformer.h[1].mlp.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        feed(model, cache, [tokens[9:], tokens[9:10]])
+    handle.remove()
+    assert cache.lengths == [0, 9]
+    outs = feed(model, cache, [tokens[:5], tokens[9:14]])
+    close(outs[0], full(model, tokens[:5]))
+    close(outs[1], full(model, tokens[:14])[9:])
+    with pytest.raises(ValueError, match="token id 113"):  # refused before anything is written
+        model(torch.tensor([[113] * 9] * 2), cache=cache, step=cache.plan(9))
+    assert cache.lengths == [5, 14]
+
+
 def test_plan_refuses_what_does_not_fit_and_commits_nothing() -> None:
     cache = small_cache(model_of("llama").config, 2, max_length=10)
     cache.commit(cache.plan([8, 3]))
@@ -326,7 +345,7 @@ def test_a_batch_that_does_not_fit_the_cache() -> None:
     cache = small_cache(model.config, 2)
     with pytest.raises(ValueError, match=r"3.*2"):
         model(random_ids((3, 4)), cache=cache, step=cache.plan(4))
-    with pytest.raises(ValueError, match=r"5.*4"):
+    with pytest.raises(ValueError, match=r"4 tokens.*5"):
         model(random_ids((2, 5)), cache=cache, step=cache.plan(4))
     assert cache.lengths == [0, 0]
 

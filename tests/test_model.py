@@ -174,8 +174,20 @@ def test_tied_embeddings_are_one_parameter() -> None:
     other = toy(seed=1, tie_embeddings=True)
     other.load_state_dict(state, strict=True)
     assert torch.equal(other(ids(1, 4)), model(ids(1, 4)))
+    del state["lm_head.weight"]  # Hugging Face files name the tensor once
+    other.load_state_dict(state, strict=True)
+    assert torch.equal(other(ids(1, 4)), model(ids(1, 4)))
     untied = toy()
     assert untied.lm_head.weight is not untied.transformer.wte.weight
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_tied_model_that_loads_two_tensors_is_untied(assign: bool, caplog: pytest.LogCaptureFixture) -> None:
+    source, model = toy(), toy(seed=1, tie_embeddings=True)
+    model.load_state_dict(source.state_dict(), strict=True, assign=assign)
+    assert "differ" in caplog.text
+    assert not model.config.tie_embeddings
+    assert torch.equal(model(ids(1, 4)), source(ids(1, 4)))
 
 
 @pytest.mark.parametrize("overrides", [{}, {"tie_embeddings": True}, {"n_query_groups": 4, "latent_attention": LATENT}])

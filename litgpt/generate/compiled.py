@@ -48,6 +48,7 @@ class CompiledDecode:
         # rows that agree may share one position: spell it out, so that there is one graph
         pos = step.pos.repeat(cache.batch_size // len(step.pos), 1)
         end = step.end.repeat(cache.batch_size // len(step.end))
+        idx = idx.clone(memory_format=torch.contiguous_format)  # a slice has other strides: another graph
         logits = self._compiled(idx, pos, end, cache)
         cache.commit(step)
         return logits

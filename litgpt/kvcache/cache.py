@@ -128,6 +128,21 @@ class KVCache(nn.Module):
             self.lengths = list(step.lengths)
             self._high = [max(high, length) for high, length in zip(self._high, self.lengths, strict=True)]
 
+    def abandon(self, step: Step) -> None:
+        """Undo what a failed forward pass may have written.
+
+        Rows are then as before the step. A row whose ring has already let go of tokens it would need is emptied.
+        """
+        if step.lengths is None:
+            return
+        counts = [new - old for old, new in zip(self.lengths, step.lengths, strict=True)]
+        self.commit(step)
+        for row, n in enumerate(counts):
+            if n > self.max_rewind(row):
+                self.reset_row(row)
+                counts[row] = 0
+        self.rewind(counts)
+
     def max_rewind(self, row: int) -> int:
         """How many tokens a row can be taken back exactly, right now."""
         length, high = self.lengths[row], self._high[row]
