@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -23,12 +24,14 @@ def table(request: pytest.FixtureRequest) -> Iterator[dict[str, dict[str, float]
     """Collect the differences of a run; `pytest -v` shows them."""
     rows: dict[str, dict[str, float]] = {}
     yield rows
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None and request.config.get_verbosity() > 0:
-        reporter.write_line("\n" + f"{'row':24}" + "".join(f"{kind:>12}" for kind in ("short", "long", "cached")))
-        for name, diffs in rows.items():
-            cells = "".join(f"{diffs.get(kind, float('nan')):12.1e}" for kind in ("short", "long", "cached"))
-            reporter.write_line(f"{name:24}{cells}")
+    if request.config.get_verbosity() > 0:
+        kinds = ("short", "long", "cached")
+        lines = ["", f"{'max abs difference':24}" + "".join(f"{kind:>12}" for kind in kinds)]
+        lines += [
+            f"{name:24}" + "".join(f"{diffs.get(k, math.nan):12.1e}" for k in kinds) for name, diffs in rows.items()
+        ]
+        with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+            print("\n".join(lines))
 
 
 def max_diff(a: Tensor, b: Tensor) -> float:
