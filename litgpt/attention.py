@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +56,8 @@ class Step:
         fresh: every row starts at position 0.
         lengths: row lengths after the step, to be committed by the cache once the forward pass succeeded.
         last: `(B,)` index of each row's last new token, None when that is `T - 1` for every row.
+        memo: what layers work out once and share, such as masks.
+        size: number of new tokens T, padding included.
     """
 
     pos: torch.Tensor
@@ -65,12 +67,10 @@ class Step:
     fresh: bool = False
     lengths: list[int] | None = None
     last: torch.Tensor | None = None
-    memo: dict[Hashable, torch.Tensor] = field(default_factory=dict)
+    memo: dict[Hashable, Any] = field(default_factory=dict)
 
-    @property
-    def size(self) -> int:
-        """Number of new tokens T, padding included."""
-        return self.pos.size(1)
+    def __post_init__(self) -> None:
+        self.size = self.pos.size(1)
 
     @property
     def begin(self) -> torch.Tensor:
@@ -85,12 +85,16 @@ class Step:
         return cls(pos, end, live=n_tokens, start=0, fresh=True)
 
     def visible(self, view: KVView, window: int | None) -> torch.Tensor:
-        """The mask `(B or 1, G or 1, T, S)`, True where a query may look; the only rule of visibility."""
+        """The mask `(B or 1, G or 1, T, S)` over the live slots, True where a query may look.
+
+        The only rule of visibility.
+        """
         # the slot count is part of the key only where it is a host fact: hashing a traced size would pin it
         key = None if view.key is None else ("mask", view.key, view.live, window, view.n_sink)
         if key is not None and key in self.memo:
             return self.memo[key]
-        q, kv = self.pos[:, None, :, None], view.pos[:, :, None, :]
+        kv_pos = view.pos if view.live is None else view.pos[..., : view.live]
+        q, kv = self.pos[:, None, :, None], kv_pos[:, :, None, :]
         mask = (kv >= 0) & (kv <= q)
         if window is not None:
             in_window = kv > q - window
@@ -124,70 +128,53 @@ def attend(
     Returns:
         `(B, H, T, Dv)`. Rows of padding tokens hold finite values without meaning.
     """
-    view = _live_slots(view)
+    k, v, live = view.k, view.v, view.live
+    if live is not None and live < k.size(2):  # cut to the slots that the host knows to be in use
+        k, v = k.narrow(2, 0, live), v.narrow(2, 0, live)
     if softcap is not None or sinks is not None:
-        return _attend_written_out(q, view, step, scale, window, softcap, sinks)
-    n_queries, n_slots = q.size(2), view.k.size(2)
-    grouped = q.size(1) != view.k.size(1)
-    if step.fresh and n_slots == n_queries and n_queries > 1 and (window is None or n_queries <= window):
-        # all rows start at 0, so slot s holds position s: the causal kernel needs no mask, ragged rows included
-        return _sdpa(q, view, None, scale, is_causal=True, grouped=grouped)
-    if n_queries > 1:
-        return _sdpa(q, view, step.visible(view, window), scale, is_causal=False, grouped=grouped)
-    # a single query a row: the heads of a group become its queries, which every kernel takes
-    folded = q.reshape(q.size(0), view.k.size(1), -1, q.size(3))  # (B, G, R, D)
-    mask = None if _all_visible(view, step, window) else step.visible(view, window)
-    y = _sdpa(folded, view, mask, scale, is_causal=False, grouped=False)
-    return y.reshape(q.size(0), q.size(1), 1, -1)
-
-
-def _live_slots(view: KVView) -> KVView:
-    """Cut the view to the slots that the host knows to be in use."""
-    live = view.live
-    if live is None or live >= view.k.size(2):
-        return view
-    return view._replace(k=view.k[:, :, :live], v=view.v[:, :, :live], pos=view.pos[..., :live])
+        return _attend_written_out(q, k, v, step.visible(view, window), scale, softcap, sinks)
+    n_batch, n_head, n_queries, size = q.shape
+    if n_queries == 1:
+        # the heads of a group become its queries, which every kernel takes: (B, G, R, D)
+        q = q.reshape(n_batch, k.size(1), -1, size)
+        mask = None if _all_visible(view, step, window) else step.visible(view, window)
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale).reshape(n_batch, n_head, 1, -1)
+    # all rows start at 0, so slot s holds position s: the causal kernel needs no mask, ragged rows included
+    causal = step.fresh and k.size(2) == n_queries and (window is None or n_queries <= window)
+    mask = None if causal else step.visible(view, window)
+    width, grouped = v.size(3), n_head != k.size(1)
+    if width < size and not grouped:
+        v = F.pad(v, (0, size - width))  # equal widths, or the fused kernels step aside
+    y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+    return y[..., :width]
 
 
 def _all_visible(view: KVView, step: Step, window: int | None) -> bool:
-    """Whether the host knows that one query a row sees every slot of the (cut) view."""
-    if step.start is None or step.size != 1 or view.key is None:
-        return False
-    return view.live == step.start + 1 == view.k.size(2) and (window is None or step.start < window)
-
-
-def _sdpa(
-    q: torch.Tensor, view: KVView, mask: torch.Tensor | None, scale: float, *, is_causal: bool, grouped: bool
-) -> torch.Tensor:
-    k, v = view.k, view.v
-    width = v.size(-1)
-    if q.size(2) > 1 and k.size(1) > 1 and width < k.size(-1):
-        v = F.pad(v, (0, k.size(-1) - width))  # equal widths, or the fused kernels step aside
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=grouped)
-    return y[..., :width]
+    """Whether the host knows that the one query a row sees every live slot."""
+    start = step.start
+    return start is not None and view.live == start + 1 and (window is None or start < window)
 
 
 def _attend_written_out(
     q: torch.Tensor,
-    view: KVView,
-    step: Step,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
     scale: float,
-    window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention with explicit scores, for what the fused kernels cannot do; a block of queries at a time."""
     n_batch, n_head, n_queries, _ = q.shape
-    n_groups = view.k.size(1)
-    mask = step.visible(view, window)
+    n_groups = k.size(1)
     out = []
     for begin in range(0, n_queries, QUERY_BLOCK):
         block = q[:, :, begin : begin + QUERY_BLOCK]
         n = block.size(2)
         # (B, G, R * n, S): the heads of a group share one matrix product
         folded = block.reshape(n_batch, n_groups, -1, block.size(-1))
-        scores = upcast(folded @ view.k.mT) * scale
-        scores = scores.view(n_batch, n_groups, -1, n, view.k.size(2))
+        scores = upcast(folded @ k.mT) * scale
+        scores = scores.view(n_batch, n_groups, -1, n, k.size(2))
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         allowed = mask[:, :, None, begin : begin + QUERY_BLOCK]
@@ -199,7 +186,7 @@ def _attend_written_out(
         weights = scores.softmax(dim=-1)
         if sinks is not None:
             weights = weights[..., :-1]
-        y = weights.to(view.v.dtype).flatten(2, 3) @ view.v  # (B, G, R * n, Dv)
+        y = weights.to(v.dtype).flatten(2, 3) @ v  # (B, G, R * n, Dv)
         out.append(y.view(n_batch, n_head, n, -1))
     return out[0] if len(out) == 1 else torch.cat(out, dim=2)
 

@@ -403,13 +403,13 @@ class Block(nn.Module):
             raise ValueError("shared_attention_norm needs parallel_residual: there is one norm for both branches")
         layers = layers or self.layers_class()
 
-        def norm(name: str, wanted: bool) -> nn.Module:
-            return layers.norm(config, f"h.{block_idx}.{name}", config.n_embd) if wanted else nn.Identity()
+        def norm(name: str, wanted: bool) -> nn.Module | None:
+            return layers.norm(config, f"h.{block_idx}.{name}", config.n_embd) if wanted else None
 
         self.norm_1 = norm("norm_1", config.norm_1)
         self.attn = layers.attention(config, block_idx)
         self.post_attention_norm = norm("post_attention_norm", config.post_attention_norm)
-        self.norm_2 = None if config.shared_attention_norm else norm("norm_2", config.norm_2)
+        self.norm_2 = norm("norm_2", config.norm_2 and not config.shared_attention_norm)
         self.mlp = layers.mlp(config, block_idx)
         self.post_mlp_norm = norm("post_mlp_norm", config.post_mlp_norm)
         self.config = config
@@ -420,19 +420,25 @@ class Block(nn.Module):
         Sequential: `h = x + attn(norm_1(x)); h + mlp(norm_2(h))`. Parallel: `x + attn(norm_1(x)) + mlp(norm_2(x))`,
         where `norm_1` may serve both. Each branch may have a norm behind it too.
         """
-        normed = self.norm_1(x)
-        branch = self.post_attention_norm(self.attn(normed, rope, step, cache))
-        if (multiplier := self.config.residual_multiplier) != 1.0:
-            branch = branch * multiplier
-        if self.config.parallel_residual:
-            mlp_in = normed if self.norm_2 is None else self.norm_2(x)
-            x = x + branch
-        else:
-            assert self.norm_2 is not None
-            x = x + branch
-            mlp_in = self.norm_2(x)
-        branch = self.post_mlp_norm(self.mlp(mlp_in))
-        return x + (branch if multiplier == 1.0 else branch * multiplier)
+        config = self.config
+        normed = x if self.norm_1 is None else self.norm_1(x)
+        branch = self.attn(normed, rope, step, cache)
+        if self.post_attention_norm is not None:
+            branch = self.post_attention_norm(branch)
+        if config.residual_multiplier != 1.0:
+            branch = branch * config.residual_multiplier
+        h = x + branch
+        mlp_in = x if config.parallel_residual else h
+        if config.shared_attention_norm:
+            mlp_in = normed
+        elif self.norm_2 is not None:
+            mlp_in = self.norm_2(mlp_in)
+        branch = self.mlp(mlp_in)
+        if self.post_mlp_norm is not None:
+            branch = self.post_mlp_norm(branch)
+        if config.residual_multiplier != 1.0:
+            branch = branch * config.residual_multiplier
+        return h + branch
 
 
 class CausalSelfAttention(nn.Module):
@@ -458,19 +464,19 @@ class CausalSelfAttention(nn.Module):
             self.norm_k = layers.norm(config, f"{path}.norm_k", config.head_size if per_head else kv_size)
         self.sinks = nn.Parameter(torch.zeros(config.n_head)) if config.attention_sinks else None
         self.window = config.layer_window(block_idx)
+        self.scale = config.attention_scale
         self.config = config
         self.block_idx = block_idx
 
     def forward(self, x: torch.Tensor, rope: RopeRows | None, step: Step, cache: KVCache | None = None) -> torch.Tensor:
         """`(B, T, C) -> (B, T, C)`."""
         q, k, v = self.project(x, rope)
-        view = (
-            KVView(k, v, step.pos.unsqueeze(1), key="chunk", live=step.live)
-            if cache is None
-            else cache.update(k, v, step)
-        )
+        if cache is None:
+            view = KVView(k, v, step.pos.unsqueeze(1), step.live, key="chunk")
+        else:
+            view = cache.update(k, v, step)
         y = self.attend(q, view, step)  # (B, H, T, D)
-        return self.proj(y.transpose(1, 2).flatten(2))
+        return self.proj(y.transpose(1, 2).reshape(x.size(0), x.size(1), -1))
 
     def project(self, x: torch.Tensor, rope: RopeRows | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values of the step, normed and rotated.
@@ -488,14 +494,15 @@ class CausalSelfAttention(nn.Module):
         if config.norm_qk and config.norm_qk_type == "olmo2":
             q, k, v = qkv.split((n_head * size, n_groups * size, n_groups * size), dim=-1)
             qkv = torch.cat((self.norm_q(q), self.norm_k(k), v), dim=-1)
-        heads = qkv.unflatten(-1, (-1, size))  # (B, T, H + 2G, D)
-        qk, v = heads.split((n_head + n_groups, n_groups), dim=2)
+        heads = qkv.view(x.size(0), x.size(1), -1, size)  # (B, T, H + 2G, D)
+        qk, v = heads.narrow(2, 0, n_head + n_groups), heads.narrow(2, n_head + n_groups, n_groups)
         if config.norm_qk and config.norm_qk_type == "default":
             q, k = qk.split((n_head, n_groups), dim=2)
             qk = torch.cat((self.norm_q(q), self.norm_k(k)), dim=2)
         if rope is not None:
             qk = rotate(qk, rope)  # queries and keys in one go
-        q, k = qk.transpose(1, 2).split((n_head, n_groups), dim=1)
+        qk = qk.transpose(1, 2)
+        q, k = qk.narrow(1, 0, n_head), qk.narrow(1, n_head, n_groups)
         return q, k, v.transpose(1, 2)
 
     def attend(self, q: torch.Tensor, view: KVView, step: Step) -> torch.Tensor:
@@ -505,7 +512,7 @@ class CausalSelfAttention(nn.Module):
             q,
             view,
             step,
-            scale=config.attention_scale,
+            scale=self.scale,
             window=self.window,
             softcap=config.attention_logit_softcapping,
             sinks=self.sinks,
@@ -545,6 +552,7 @@ class MultiheadLatentAttention(nn.Module):
         proj_bias = config.attn_bias if config.attn_proj_bias is None else config.attn_proj_bias
         self.proj = layers.linear(config, f"{path}.proj", "proj", n_head * config.v_head_dim, config.n_embd, proj_bias)
         self.window = config.layer_window(block_idx)
+        self.scale = config.attention_scale
         self.config = config
         self.block_idx = block_idx
 
@@ -552,13 +560,12 @@ class MultiheadLatentAttention(nn.Module):
         """`(B, T, C) -> (B, T, C)`."""
         q, latent = self.project(x, rope)
         if cache is None:
-            view = KVView(
-                latent, latent[..., : self.config.kv_lora_rank], step.pos.unsqueeze(1), key="chunk", live=step.live
-            )
+            v = latent[..., : self.config.kv_lora_rank]
+            view = KVView(latent, v, step.pos.unsqueeze(1), step.live, key="chunk")
         else:
             view = cache.update(latent, None, step)
         y = self.attend(q, view, step)  # (B, H, T, v_head_dim)
-        return self.proj(y.transpose(1, 2).flatten(2))
+        return self.proj(y.transpose(1, 2).reshape(x.size(0), x.size(1), -1))
 
     def project(self, x: torch.Tensor, rope: RopeRows | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and what the cache stores, rotated.
@@ -593,7 +600,7 @@ class MultiheadLatentAttention(nn.Module):
         nope, rank = config.qk_nope_head_dim, config.kv_lora_rank
         up = self.up_projection().unflatten(0, (config.n_head, nope + config.v_head_dim))  # (H, nope + v, R)
         k_up, v_up = up.split((nope, config.v_head_dim), dim=1)
-        options: dict[str, Any] = {"scale": config.attention_scale, "window": self.window}
+        options: dict[str, Any] = {"scale": self.scale, "window": self.window}
         if q.size(2) <= LATENT_ABSORB_LIMIT:
             q_nope, q_rope = q.split((nope, config.qk_rope_head_dim), dim=-1)
             q = torch.cat((torch.einsum("bhtn,hnr->bhtr", q_nope, k_up), q_rope), dim=-1)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class RopeRows(NamedTuple):
-    """Cosine and signed sine of one forward pass, each `(B, T, n_elem)`, or `(1, T, n_elem)` when all rows agree."""
+    """Cosine and signed sine of one forward pass, each `(B, T, 1, n_rotated)`, B being 1 when all rows agree."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -157,10 +157,10 @@ class Rope:
         if self.n_rotated == 0:
             return [None] * self.config.n_layer
         made: dict[int, RopeRows | None] = {-1: None}
-        positions = positions.clamp_min(0).unsqueeze(-1).float()
+        positions = positions.clamp_min(0)[:, :, None, None].float()
         for table in self.tables:
             inv_freq, factor = self.frequencies(table, length, positions.device)
-            angles = positions * inv_freq  # (B, T, n_rotated), float32
+            angles = positions * inv_freq  # (B, T, 1, n_rotated), float32
             sign = _sine_sign(self.n_rotated, self.config.rope_interleave, angles.device)
             cos, sin = angles.cos(), angles.sin() * sign
             if factor != 1.0:
@@ -190,15 +190,15 @@ def rotate(x: torch.Tensor, rows: RopeRows) -> torch.Tensor:
 
     Args:
         x: `(B, T, H, head size)`.
-        rows: cosines and signed sines of the step, `(B or 1, T, n_rotated)`.
+        rows: cosines and signed sines of the step.
 
     Returns:
         Tensor like `x`; elements past `n_rotated` are passed through.
     """
-    cos, sin = rows.cos.unsqueeze(2), rows.sin.unsqueeze(2)
+    cos, sin, interleave = rows
     n = cos.size(-1)
     turned, rest = (x, None) if x.size(-1) == n else (x[..., :n], x[..., n:])
-    if rows.interleave:
+    if interleave:
         swapped = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     else:
         swapped = turned.roll(-(n // 2), -1)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,24 +45,24 @@ class LayerSpec:
     slack: int = DEFAULT_SLACK
     alias_v: bool = False
 
-    @property
+    @cached_property
     def slots(self) -> int:
         """Positions that the buffers hold."""
         if self.window is None:
             return self.max_length
         return min(self.max_length, self.n_sink + self.window + self.slack - 1)
 
-    @property
+    @cached_property
     def is_ring(self) -> bool:
         """Whether slots are used again."""
         return self.slots < self.max_length
 
-    @property
+    @cached_property
     def ring(self) -> int:
         """Slots used in turn."""
         return self.slots - self.n_sink
 
-    @property
+    @cached_property
     def layout(self) -> Hashable:
         """Layers with the same layout store every position in the same slot."""
         return (self.slots, self.n_sink, self.is_ring)

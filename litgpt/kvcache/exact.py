@@ -9,10 +9,28 @@ a closed form of the row's length.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from litgpt.attention import KVView, Step
 from litgpt.kvcache.base import LayerCache
+
+
+class Placement(NamedTuple):
+    """Where the tokens of a step go, the same for all layers of one layout.
+
+    Attributes:
+        run: first slot, when every row uses the same consecutive slots.
+        slots: `(B or 1, T)` slot of each token otherwise.
+        pos: `(B or 1, 1, slots + 1)` position held by each slot after the step.
+        live: host integer; slots from here on are empty in every row.
+    """
+
+    run: int | None
+    slots: torch.Tensor | None
+    pos: torch.Tensor
+    live: int | None
 
 
 class ExactCache(LayerCache):
@@ -21,41 +39,48 @@ class ExactCache(LayerCache):
     def update(self, k: torch.Tensor, v: torch.Tensor | None, step: Step) -> KVView:
         """Store the new keys and values, then show everything; see `LayerCache.update`."""
         spec = self.spec
-        if step.size <= spec.slack or not spec.is_ring:
-            self._write(k, v, step)
-            live = None if step.live is None else min(step.live, spec.slots)
-            return KVView(*self.store.read(len(k)), self.slot_pos(step.end, step), live, spec.n_sink, spec.layout)
-        # A chunk longer than the slack would overwrite positions that its own first queries still see: attend to what
-        # the ring held before next to the chunk itself, then keep the tail. Only prefill comes here.
+        if step.size > spec.slack and spec.is_ring:
+            return self._update_by_long_chunk(k, v, step)
+        place = step.memo.get(spec.layout)
+        if place is None:
+            place = step.memo[spec.layout] = self._place(step)
+        if place.run is None:
+            assert place.slots is not None
+            keys, values = self.store.write(place.slots, k, v)
+        else:
+            keys, values = self.store.write_run(place.run, k, v)
+        return KVView(keys, values, place.pos, place.live, spec.n_sink, spec.layout)
+
+    def _place(self, step: Step) -> Placement:
+        spec, start = self.spec, step.start
+        run = None
+        if start is not None and self.slot_of(start + step.size - 1) == self.slot_of(start) + step.size - 1:
+            run = self.slot_of(start)  # the same slots in every row, and no wrap inside the chunk
+        live = None if step.live is None else min(step.live, spec.slots)
+        return Placement(run, self._slots(step.pos) if run is None else None, self.slot_pos(step.end), live)
+
+    def _update_by_long_chunk(self, k: torch.Tensor, v: torch.Tensor | None, step: Step) -> KVView:
+        """Attend to what the ring held before next to the chunk itself, then keep the tail; only prefill comes here.
+
+        A chunk longer than the slack would overwrite positions that its own first queries still see.
+        """
+        spec = self.spec
         chunk_v = k[..., : spec.v_dim] if v is None else v
         if step.fresh:
             view = KVView(k, chunk_v, step.pos.unsqueeze(1), step.size, spec.n_sink, "chunk")
         else:
             # copies: the store is about to be overwritten, and gradients may still need what it held
-            old_k, old_v = self.store.read(len(k))
-            old_pos = self.slot_pos(step.begin, None)
-            pos = torch.cat((old_pos, step.pos.unsqueeze(1).expand(old_pos.size(0), -1, -1)), dim=2)
+            old_k, old_v = self.store.read(k)
+            old_pos = self.slot_pos(step.begin)
             view = KVView(
                 torch.cat((old_k, k.to(old_k.dtype)), dim=2),
                 torch.cat((old_v, chunk_v.to(old_v.dtype)), dim=2),
-                pos,
+                torch.cat((old_pos, step.pos.unsqueeze(1).expand(old_pos.size(0), -1, -1)), dim=2),
                 n_sink=spec.n_sink,
                 key=("ring and chunk", spec.layout),
             )
         self._write_tail(k, v, step)
         return view
-
-    def _write(self, k: torch.Tensor, v: torch.Tensor | None, step: Step) -> None:
-        spec, start = self.spec, step.start
-        if start is not None:
-            first = self.slot_of(start)
-            if first + step.size == self.slot_of(start + step.size - 1) + 1:  # no wrap inside the chunk
-                self.store.write_run(first, k, v)
-                return
-        key = ("slots", spec.layout)
-        if key not in step.memo:
-            step.memo[key] = self._slots(step.pos)
-        self.store.write(step.memo[key], k, v)
 
     def _write_tail(self, k: torch.Tensor, v: torch.Tensor | None, step: Step) -> None:
         """Keep what the ring can hold, and the sinks; the rest goes where padding goes."""
@@ -76,26 +101,17 @@ class ExactCache(LayerCache):
             slots = torch.where(pos < spec.n_sink, pos, slots)
         return torch.where(pos < 0, spec.slots, slots)
 
-    def slot_pos(self, end: torch.Tensor, step: Step | None) -> torch.Tensor:
-        """Positions held by the slots of rows of length `end`: `(B or 1, 1, S)`, -1 for nothing."""
+    def slot_pos(self, end: torch.Tensor) -> torch.Tensor:
+        """Positions held by the slots of rows of length `end`: `(B or 1, 1, slots + 1)`, -1 for nothing."""
         spec = self.spec
-        key = ("positions", spec.layout)
-        if step is not None and key in step.memo:
-            return step.memo[key]
-        slot = torch.arange(spec.slots, device=end.device)
+        slot = torch.arange(spec.slots + 1, device=end.device)
         last = end.unsqueeze(1) - 1  # (B, 1)
-        if not spec.is_ring:
-            pos = torch.where(slot <= last, slot, -1)
-        else:
-            pos = last - torch.remainder(last - slot, spec.ring)
-            ok = pos >= spec.n_sink
-            if spec.n_sink:
-                pos, ok = torch.where(slot < spec.n_sink, slot, pos), torch.where(slot < spec.n_sink, slot <= last, ok)
-            pos = torch.where(ok, pos, -1)
-        pos = pos.unsqueeze(1)
-        if step is not None:
-            step.memo[key] = pos
-        return pos
+        pos = last - torch.remainder(last - slot, spec.ring) if spec.is_ring else slot.expand(last.size(0), -1)
+        held = (pos >= spec.n_sink) & (pos <= last)
+        if spec.n_sink:
+            is_sink = slot < spec.n_sink
+            pos, held = torch.where(is_sink, slot, pos), torch.where(is_sink, slot <= last, held)
+        return torch.where(held & (slot < spec.slots), pos, -1).unsqueeze(1)
 
     def max_rewind(self, length: int, high: int) -> int:
         """See `LayerCache.max_rewind`: beyond the slack, a ring that wrapped has overwritten what would be needed."""

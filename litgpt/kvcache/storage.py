@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class PlainStore(nn.Module):
-    """Keys and values as they are, `(B, G, slots + 1, D)`; the last slot takes padding and is never read.
+    """Keys and values as they are, `(B, G, slots + 1, D)`; the last slot takes padding.
 
     Args:
         spec: sizes of the layer.
@@ -35,30 +35,38 @@ class PlainStore(nn.Module):
         if not self.alias_v:
             self.register_buffer("v", torch.zeros(*shape, spec.v_dim, dtype=dtype, device=device), persistent=False)
 
-    def write_run(self, start: int, k: torch.Tensor, v: torch.Tensor | None) -> None:
-        """Write `(B, G, T, D)` into the slots from `start` on, the same ones in every row."""
+    def write_run(self, start: int, k: torch.Tensor, v: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write `(B, G, T, D)` into the slots from `start` on, the same ones in every row, and `read`."""
         if _tracks_gradient(k):
-            self.write(torch.arange(start, start + k.size(2), device=k.device).unsqueeze(0), k, v)
-            return
-        self.k[: len(k), :, start : start + k.size(2)] = k
+            return self.write(torch.arange(start, start + k.size(2), device=k.device).unsqueeze(0), k, v)
+        keys, values = self.read(k)
+        keys.narrow(2, start, k.size(2)).copy_(k)
         if v is not None:
-            self.v[: len(v), :, start : start + k.size(2)] = v
+            values.narrow(2, start, v.size(2)).copy_(v)
+        return keys, values
 
-    def write(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None) -> None:
-        """Write `(B, G, T, D)` into `slots`, `(B or 1, T)` or `(B, G, T)`."""
+    def write(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write `(B, G, T, D)` into `slots`, `(B or 1, T)` or `(B, G, T)`, and `read`."""
         self.k = _put(self.k, slots, k)
         if v is not None:
             self.v = _put(self.v, slots, v)
+        return self.read(k)
 
-    def read(self, n_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first rows, without the slot for padding."""
-        k = self.k[:n_rows, :, :-1]
-        return k, k[..., : self.v_dim] if self.alias_v else self.v[:n_rows, :, :-1]
+    def read(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The whole buffers, the slot for padding included, of as many rows as `like` has."""
+        k = _rows(self.k, like)
+        return k, k[..., : self.v_dim] if self.alias_v else _rows(self.v, like)
 
     def forget(self, row: int, slots: slice | torch.Tensor) -> None:
-        """Zero slots of a row."""
+        """Zero slots of a row, and its slot for padding."""
         for buffer in self.buffers():
             buffer[row, :, slots] = 0
+            buffer[row, :, -1] = 0
+
+
+def _rows(buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    n_rows = like.size(0)
+    return buffer if n_rows == buffer.size(0) else buffer.narrow(0, 0, n_rows)
 
 
 def _tracks_gradient(x: torch.Tensor) -> bool:
