@@ -8,7 +8,6 @@ E experts.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,12 +41,15 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.zeros(size) if add_unit_offset else torch.ones(size))
         self.eps = eps
         self.add_unit_offset = add_unit_offset
+        self._eps = torch.tensor(eps, dtype=torch.float64, device="cpu")  # not a buffer: a constant of the CPU path
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension of `x`, in float32 inside."""
         weight = 1 + upcast(self.weight) if self.add_unit_offset else self.weight
-        if x.is_cpu:
-            y = x * _inverse_rms(x, self.eps)
+        if x.is_cpu:  # half the operations that F.rms_norm is made of there
+            dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+            norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
+            y = x * torch.rsqrt(torch.addcmul(self._eps, norm, norm, value=1 / x.size(-1)))
         else:
             y = F.rms_norm(upcast(x), weight.shape, None, self.eps)
         # the offset weight multiplies before rounding and the plain one after it, as the models were trained
@@ -64,19 +66,6 @@ def build_norm(config: Config, size: int, eps: float | None = None) -> nn.Module
     if config.norm_class_name == "RMSNorm":
         return RMSNorm(size, eps=eps, add_unit_offset=config.norm_unit_offset)
     return nn.LayerNorm(size, eps=eps, elementwise_affine=config.norm_affine, bias=config.norm_bias)
-
-
-def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """`1 / sqrt(mean(x ** 2) + eps)` over the last dimension: half the operations that CPUs run for `F.rms_norm`."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
-    return torch.rsqrt(torch.addcmul(_constant(eps, dtype), norm, norm, value=1 / x.size(-1)))
-
-
-@lru_cache
-@torch.inference_mode(False)
-def _constant(value: float, dtype: torch.dtype) -> torch.Tensor:
-    return torch.tensor(value, dtype=dtype)
 
 
 class LayersBase:

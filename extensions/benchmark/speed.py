@@ -86,7 +86,8 @@ def main() -> None:
 
     out = sys.stdout.write
     out(f"read bandwidth {read_bandwidth() / 1e9:.1f} GB/s, float32 GEMM {gemm_rate() / 1e9:.0f} GFLOP/s\n")
-    pythons = {"ours": sys.executable, **dict(item.split("=", 1) for item in args.python)}
+    ours = ("ours", "ours-compiled")
+    pythons = {**dict.fromkeys(ours, sys.executable), **dict(item.split("=", 1) for item in args.python)}
     workers = [
         Worker(engine, python, args.litgpt_folder if engine.startswith("litgpt-") else args.hf_folder)
         for engine, python in pythons.items()
@@ -109,11 +110,10 @@ def main() -> None:
         medians[worker.engine] = prefill, decode
         load = worker.loaded["load_s"]
         out(f"{worker.engine:16} {load:7.2f} {prefill:14.1f} {decode:13.2f} {1000 / decode:9.1f}\n")
-    others = [value for engine, value in medians.items() if engine != "ours"]
-    if others:
-        ours = medians["ours"]
-        best_prefill, best_decode = max(p for p, _ in others), max(d for _, d in others)
-        out(f"ours / best peer: prefill {ours[0] / best_prefill:.2f}, decode {ours[1] / best_decode:.2f}\n")
+    others = [value for engine, value in medians.items() if engine not in ours]
+    for engine in ours if others else ():
+        prefill, decode = (own / max(peers) for own, peers in zip(medians[engine], zip(*others, strict=True), strict=True))
+        out(f"{engine} / best peer: prefill {prefill:.2f}, decode {decode:.2f}\n")
 
 
 if __name__ == "__main__":

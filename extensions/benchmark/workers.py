@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -38,20 +39,28 @@ def timed_greedy(
     return middle - begin, time.perf_counter() - middle, tokens
 
 
-def ours(path: str) -> Measure:
+def ours(path: str, compile: bool = False) -> Measure:
     """This package: a cache a request, logits of the last token only."""
+    from litgpt.generate.compiled import CompiledDecode
     from litgpt.kvcache import KVCache
     from litgpt.model import GPT
 
     model = GPT.from_checkpoint(path, dtype=torch.float32)
+    compiled = CompiledDecode(model) if compile else None
 
     def measure(prompt: torch.Tensor, n_new: int) -> tuple[float, float, list[int]]:
-        cache = KVCache.from_config(model.config, max_length=prompt.size(1) + n_new, dtype=torch.float32)
+        length = prompt.size(1) + n_new
+        if compile:  # as `litgpt generate` does: few sizes, few compilations
+            length = 1 << (length - 1).bit_length()
+        cache = KVCache.from_config(model.config, max_length=length, dtype=torch.float32)
 
         def forward(idx: torch.Tensor) -> torch.Tensor:
             return model(idx, cache=cache, last_only=True)
 
-        return timed_greedy(prompt, n_new, forward, lambda token, position: forward(token))
+        def decode(token: torch.Tensor, position: int) -> torch.Tensor:
+            return forward(token) if compiled is None else compiled(token, cache, cache.plan(1))
+
+        return timed_greedy(prompt, n_new, forward, decode)
 
     return measure
 
@@ -99,7 +108,12 @@ def transformers(path: str) -> Measure:
     return measure
 
 
-ENGINES = {"ours": ours, "litgpt-0.5.13": litgpt_0_5_13, "transformers": transformers}
+ENGINES = {
+    "ours": ours,
+    "ours-compiled": partial(ours, compile=True),
+    "litgpt-0.5.13": litgpt_0_5_13,
+    "transformers": transformers,
+}
 
 
 def main() -> None:
