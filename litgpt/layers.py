@@ -41,14 +41,13 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.zeros(size) if add_unit_offset else torch.ones(size))
         self.eps = eps
         self.add_unit_offset = add_unit_offset
-        self._eps = torch.tensor(eps, dtype=torch.float64, device="cpu")  # not a buffer: a constant of the CPU path
+        self._eps = torch.tensor(eps, dtype=torch.float32, device="cpu")  # not a buffer: a constant of the CPU path
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension of `x`, in float32 inside."""
         weight = 1 + upcast(self.weight) if self.add_unit_offset else self.weight
-        if x.is_cpu:  # half the operations that F.rms_norm is made of there
-            dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-            norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
+        if x.is_cpu and x.dtype != torch.float64:  # half the operations that F.rms_norm is made of there
+            norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
             y = x * torch.rsqrt(torch.addcmul(self._eps, norm, norm, value=1 / x.size(-1)))
         else:
             y = F.rms_norm(upcast(x), weight.shape, None, self.eps)

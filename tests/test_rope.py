@@ -200,9 +200,9 @@ def test_rows_at_any_positions_are_the_table_at_these_positions() -> None:
     positions = torch.tensor([[3, 4, -1], [100, 101, 102]])
     (rows,) = Rope(config).rows(positions, 128, torch.float32)
     cos, sin = build_rope_cache(128, 16)
-    torch.testing.assert_close(rows.cos[1], cos[100:103], atol=1e-6, rtol=0)
-    torch.testing.assert_close(rows.sin.abs()[1], sin.abs()[100:103], atol=1e-6, rtol=0)
-    torch.testing.assert_close(rows.cos[0, :2], cos[3:5], atol=1e-6, rtol=0)
+    torch.testing.assert_close(rows.cos[1, :, 0], cos[100:103], atol=1e-6, rtol=0)
+    torch.testing.assert_close(rows.sin.abs()[1, :, 0], sin.abs()[100:103], atol=1e-6, rtol=0)
+    torch.testing.assert_close(rows.cos[0, :2, 0], cos[3:5], atol=1e-6, rtol=0)
 
 
 def test_build_rope_cache_and_apply_rope_are_gpt_neox() -> None:

@@ -112,7 +112,9 @@ def main() -> None:
         out(f"{worker.engine:16} {load:7.2f} {prefill:14.1f} {decode:13.2f} {1000 / decode:9.1f}\n")
     others = [value for engine, value in medians.items() if engine not in ours]
     for engine in ours if others else ():
-        prefill, decode = (own / max(peers) for own, peers in zip(medians[engine], zip(*others, strict=True), strict=True))
+        prefill, decode = (
+            own / max(peers) for own, peers in zip(medians[engine], zip(*others, strict=True), strict=True)
+        )
         out(f"{engine} / best peer: prefill {prefill:.2f}, decode {decode:.2f}\n")
 
 

@@ -108,7 +108,7 @@ def transformers(path: str) -> Measure:
     return measure
 
 
-ENGINES = {
+ENGINES: dict[str, Callable[[str], Measure]] = {
     "ours": ours,
     "ours-compiled": partial(ours, compile=True),
     "litgpt-0.5.13": litgpt_0_5_13,

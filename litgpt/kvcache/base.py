@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,24 +44,24 @@ class LayerSpec:
     slack: int = DEFAULT_SLACK
     alias_v: bool = False
 
-    @cached_property
+    @property
     def slots(self) -> int:
         """Positions that the buffers hold."""
         if self.window is None:
             return self.max_length
         return min(self.max_length, self.n_sink + self.window + self.slack - 1)
 
-    @cached_property
+    @property
     def is_ring(self) -> bool:
         """Whether slots are used again."""
         return self.slots < self.max_length
 
-    @cached_property
+    @property
     def ring(self) -> int:
         """Slots used in turn."""
         return self.slots - self.n_sink
 
-    @cached_property
+    @property
     def layout(self) -> Hashable:
         """Layers with the same layout store every position in the same slot."""
         return (self.slots, self.n_sink, self.is_ring)
@@ -96,6 +95,8 @@ class LayerCache(nn.Module):
     ) -> None:
         super().__init__()
         self.spec = spec
+        # worked out once: these are read in every layer of every step
+        self.slots, self.ring, self.is_ring, self.layout = spec.slots, spec.ring, spec.is_ring, spec.layout
         self.store = PlainStore(spec, batch_size, dtype, device)
 
     def update(self, k: torch.Tensor, v: torch.Tensor | None, step: Step) -> KVView:

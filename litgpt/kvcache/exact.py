@@ -39,24 +39,23 @@ class ExactCache(LayerCache):
     def update(self, k: torch.Tensor, v: torch.Tensor | None, step: Step) -> KVView:
         """Store the new keys and values, then show everything; see `LayerCache.update`."""
         spec = self.spec
-        if step.size > spec.slack and spec.is_ring:
+        if step.size > spec.slack and self.is_ring:
             return self._update_by_long_chunk(k, v, step)
-        place = step.memo.get(spec.layout)
+        place = step.memo.get(self.layout)
         if place is None:
-            place = step.memo[spec.layout] = self._place(step)
+            place = step.memo[self.layout] = self._place(step)
         if place.run is None:
             assert place.slots is not None
             keys, values = self.store.write(place.slots, k, v)
         else:
             keys, values = self.store.write_run(place.run, k, v)
-        return KVView(keys, values, place.pos, place.live, spec.n_sink, spec.layout)
+        return KVView(keys, values, place.pos, place.live, spec.n_sink, self.layout)
 
     def _place(self, step: Step) -> Placement:
-        spec, start = self.spec, step.start
-        run = None
+        start, run = step.start, None
         if start is not None and self.slot_of(start + step.size - 1) == self.slot_of(start) + step.size - 1:
             run = self.slot_of(start)  # the same slots in every row, and no wrap inside the chunk
-        live = None if step.live is None else min(step.live, spec.slots)
+        live = None if step.live is None else min(step.live, self.slots)
         return Placement(run, self._slots(step.pos) if run is None else None, self.slot_pos(step.end), live)
 
     def _update_by_long_chunk(self, k: torch.Tensor, v: torch.Tensor | None, step: Step) -> KVView:
@@ -77,7 +76,7 @@ class ExactCache(LayerCache):
                 torch.cat((old_v, chunk_v.to(old_v.dtype)), dim=2),
                 torch.cat((old_pos, step.pos.unsqueeze(1).expand(old_pos.size(0), -1, -1)), dim=2),
                 n_sink=spec.n_sink,
-                key=("ring and chunk", spec.layout),
+                key=("ring and chunk", self.layout),
             )
         self._write_tail(k, v, step)
         return view
@@ -85,46 +84,46 @@ class ExactCache(LayerCache):
     def _write_tail(self, k: torch.Tensor, v: torch.Tensor | None, step: Step) -> None:
         """Keep what the ring can hold, and the sinks; the rest goes where padding goes."""
         spec = self.spec
-        keep = (step.pos >= step.end.unsqueeze(1) - spec.ring) | (step.pos < spec.n_sink)
-        self.store.write(torch.where(keep, self._slots(step.pos), spec.slots), k, v)
+        keep = (step.pos >= step.end.unsqueeze(1) - self.ring) | (step.pos < spec.n_sink)
+        self.store.write(torch.where(keep, self._slots(step.pos), self.slots), k, v)
 
     def slot_of(self, position: int) -> int:
         """Where a position is stored."""
         n_sink = self.spec.n_sink
-        return position if position < n_sink else n_sink + (position - n_sink) % self.spec.ring
+        return position if position < n_sink else n_sink + (position - n_sink) % self.ring
 
     def _slots(self, pos: torch.Tensor) -> torch.Tensor:
         """`slot_of` for a tensor `(B, T)`; padding goes to the extra slot."""
         spec = self.spec
-        slots = spec.n_sink + torch.remainder(pos - spec.n_sink, spec.ring)
+        slots = spec.n_sink + torch.remainder(pos - spec.n_sink, self.ring)
         if spec.n_sink:
             slots = torch.where(pos < spec.n_sink, pos, slots)
-        return torch.where(pos < 0, spec.slots, slots)
+        return torch.where(pos < 0, self.slots, slots)
 
     def slot_pos(self, end: torch.Tensor) -> torch.Tensor:
         """Positions held by the slots of rows of length `end`: `(B or 1, 1, slots + 1)`, -1 for nothing."""
         spec = self.spec
-        slot = torch.arange(spec.slots + 1, device=end.device)
+        slot = torch.arange(self.slots + 1, device=end.device)
         last = end.unsqueeze(1) - 1  # (B, 1)
-        pos = last - torch.remainder(last - slot, spec.ring) if spec.is_ring else slot.expand(last.size(0), -1)
+        pos = last - torch.remainder(last - slot, self.ring) if self.is_ring else slot.expand(last.size(0), -1)
         held = (pos >= spec.n_sink) & (pos <= last)
         if spec.n_sink:
             is_sink = slot < spec.n_sink
             pos, held = torch.where(is_sink, slot, pos), torch.where(is_sink, slot <= last, held)
-        return torch.where(held & (slot < spec.slots), pos, -1).unsqueeze(1)
+        return torch.where(held & (slot < self.slots), pos, -1).unsqueeze(1)
 
     def max_rewind(self, length: int, high: int) -> int:
         """See `LayerCache.max_rewind`: beyond the slack, a ring that wrapped has overwritten what would be needed."""
-        if high <= self.spec.slots:
+        if high <= self.slots:
             return length
         return min(length, self.spec.slack - (high - length))
 
     def forget(self, row: int, start: int, stop: int) -> None:
         """See `LayerCache.forget`."""
-        if not self.spec.is_ring:
-            self.store.forget(row, slice(start, min(stop, self.spec.slots)))
-        elif stop - start >= self.spec.slots:
-            self.store.forget(row, slice(0, self.spec.slots))
+        if not self.is_ring:
+            self.store.forget(row, slice(start, min(stop, self.slots)))
+        elif stop - start >= self.slots:
+            self.store.forget(row, slice(0, self.slots))
         else:
             slots = sorted({self.slot_of(p) for p in range(start, stop)})
             device = next(self.store.buffers()).device
