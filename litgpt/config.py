@@ -190,15 +190,19 @@ class Config:
         if not 0 < self.n_expert_per_token <= self.n_expert:
             raise ValueError(f"n_expert_per_token {self.n_expert_per_token} must be in 1..n_expert {self.n_expert}")
         if self.n_expert_groups is not None:
-            if self.n_expert % self.n_expert_groups:
+            if self.n_expert_groups < 1 or self.n_expert % self.n_expert_groups:
                 raise ValueError(
                     f"n_expert {self.n_expert} is not a multiple of n_expert_groups {self.n_expert_groups}"
                 )
             if self.n_topk_groups is None or not 0 < self.n_topk_groups <= self.n_expert_groups:
                 raise ValueError(f"n_topk_groups {self.n_topk_groups} must be in 1..{self.n_expert_groups}")
             per_group = self.n_expert // self.n_expert_groups
-            if self.n_topk_scores_per_group is not None and self.n_topk_scores_per_group > per_group:
-                raise ValueError(f"n_topk_scores_per_group {self.n_topk_scores_per_group} exceeds {per_group} a group")
+            scores = 2 if self.n_topk_scores_per_group is None else self.n_topk_scores_per_group  # as LitGPT assumes
+            if not 0 < scores <= per_group:
+                raise ValueError(
+                    f"n_topk_scores_per_group {scores} must be in 1..{per_group}: "
+                    f"{self.n_expert_groups} groups of {self.n_expert} experts have {per_group} each"
+                )
         if self.moe_router is None:
             self.moe_router = "sigmoid" if self.n_expert_groups else "topk_softmax"
 

@@ -239,7 +239,9 @@ def test_gradients_reach_every_used_expert_and_the_router() -> None:
         ({"n_expert_per_token": 9}, ("9", "8")),
         ({"n_expert_groups": 3, "n_topk_groups": 1}, ("8", "3")),
         ({"n_expert_groups": 4, "n_topk_groups": 5}, ("5", "4")),
+        ({"n_expert_groups": 0, "n_topk_groups": 1}, ("8", "0")),
         ({"n_expert_groups": 4, "n_topk_groups": 2, "n_topk_scores_per_group": 3}, ("3", "2")),
+        ({"n_expert_groups": 8, "n_topk_groups": 2}, ("2", "1")),
     ],
 )
 def test_contradicting_fields_are_named(fields: dict[str, int], numbers: tuple[str, str]) -> None:

@@ -35,6 +35,13 @@ MOE = {"mlp_class_name": "LLaMAMoE", "n_expert": 3, "n_expert_per_token": 2, "mo
 SANDWICH = {"post_attention_norm": True, "post_mlp_norm": True}
 NEOX = {"norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "bias": True, "parallel_residual": True}
 LATENT = {"q_lora_rank": 6, "kv_lora_rank": 5, "qk_rope_head_dim": 2, "qk_nope_head_dim": 3, "v_head_dim": 4}
+DEEPSEEK_V2 = {
+    **MOE,
+    "n_query_groups": 4,
+    "first_k_dense_replace": 1,
+    "n_shared_expert": 2,
+    "latent_attention": LATENT,
+}
 FEATURES: dict[str, dict[str, Any]] = {
     "llama": {"bias": True},
     "mistral": {},
@@ -48,14 +55,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "gpt_neox": {**NEOX, "n_query_groups": 4},
     "phi": {**NEOX, "shared_attention_norm": True, "lm_head_bias": True},
     "phi3": {},
-    "deepseek_v3": {
-        **MOE,
-        "n_query_groups": 4,
-        "first_k_dense_replace": 1,
-        "n_shared_expert": 2,
-        "moe_correction_bias": True,
-        "latent_attention": LATENT,
-    },
+    "deepseek_v2": DEEPSEEK_V2,
+    "deepseek_v3": {**DEEPSEEK_V2, "moe_correction_bias": True},
     "gpt_oss": {**MOE, "attn_bias": True, "attention_sinks": True, "mlp_bias": True, "moe_router_bias": True},
 }
 

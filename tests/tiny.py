@@ -87,6 +87,8 @@ _DEEPSEEK = {
     "num_mtp_layers": 0,
     "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.0},
 }
+_DEEPSEEK_V2 = {key: value for key, value in _DEEPSEEK.items() if key not in ("norm_topk_prob", "num_mtp_layers")}
+_DEEPSEEK_V2["qk_nope_head_dim"] = 8  # transformers reads pairs as complex numbers, so strides must be even
 _QWEN3_MOE = {
     **_GQA,
     "head_dim": 10,
@@ -179,6 +181,16 @@ def _rows() -> dict[str, Row]:
                 "norm_topk_prob": False,
                 "n_group": 1,
                 "topk_group": 1,
+                "rope_parameters": _DEFAULT_ROPE,
+            },
+        ),
+        "deepseek_v2": Row("DeepseekV2Config", _DEEPSEEK_V2),
+        "deepseek_v2_grouped": Row(
+            "DeepseekV2Config",
+            {
+                **_DEEPSEEK_V2,
+                "q_lora_rank": None,
+                "topk_method": "group_limited_greedy",
                 "rope_parameters": _DEFAULT_ROPE,
             },
         ),

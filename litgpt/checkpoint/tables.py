@@ -280,7 +280,7 @@ _PHI_3 = Table(
         rename(_L + "mlp.down_proj", _H + "mlp.proj"),
     )
 )
-_DEEPSEEK_V3 = Table(
+_DEEPSEEK = Table(
     (
         *_ENDS,
         *_NORMS,
@@ -335,7 +335,8 @@ TABLES: dict[str, Table] = {
     "gpt_neox": _GPT_NEOX,
     "phi": _PHI,
     "phi3": _PHI_3,
-    "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
     "gpt_oss": _GPT_OSS,
 }
 # Our own files: the same names; early LitGPT versions ordered the fused attention weight by group and named it `attn`.
