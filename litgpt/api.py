@@ -181,8 +181,12 @@ class LLM(nn.Module):
         if isinstance(devices, list) and place.type == "cuda":
             place = pick_device(f"cuda:{devices[0]}")
         self._place(place, precision or self.precision)
-        self.fixed_kv_cache_size = fixed_kv_cache_size
-        self._engine()  # says now if the size does not fit
+        before, self.fixed_kv_cache_size = self.fixed_kv_cache_size, fixed_kv_cache_size
+        try:
+            self._engine()  # says now if the size does not fit
+        except UserError:
+            self.fixed_kv_cache_size = before
+            raise
 
     def _place(self, device: torch.device, wanted: str | None) -> None:
         precision = pick_precision(wanted, device)
@@ -282,10 +286,7 @@ class LLM(nn.Module):
             logprobs=logprobs,
         )
         params = with_stops_of(self.prompt_style, self.tokenizer, params)
-        several = not isinstance(prompt, str) and all(isinstance(item, str) for item in prompt)
-        if not several and not isinstance(prompt, str) and not all(isinstance(item, Mapping) for item in prompt):
-            raise UserError("prompt must be a text, a list of texts, or a list of messages (one conversation)")
-        requests: Sequence[Any] = prompt if several else [prompt]
+        requests, several = _requests(prompt)
         prompts = [encode_prompt(self.tokenizer, self.prompt_style, item, sys_prompt=sys_prompt) for item in requests]
         engine = self._engine()
         if stream:
@@ -417,8 +418,8 @@ class LLM(nn.Module):
                 torch.save(self.state_dict(), path)
             for name, content in self._companions().items():
                 folder.write_bytes(name, content)
-        self.config.save(out_dir / "model_config.yaml")
-        save_prompt_style(prompt_style or self.prompt_style, out_dir)
+            self.config.save(out_dir)  # inside, so that the folder is not whole before it has these too
+            save_prompt_style(prompt_style or self.prompt_style, out_dir)
 
     def _companions(self) -> dict[str, bytes]:
         """The files of the tokenizer and what else lay beside the weights."""
@@ -431,6 +432,18 @@ class LLM(nn.Module):
                 names = (*COMPANIONS, "config.json")
                 files |= {name: (path / name).read_bytes() for name in names if (path / name).is_file()}
         return files
+
+
+def _requests(prompt: Any) -> tuple[Sequence[Any], bool]:
+    """The requests that a person gave as `prompt`, and whether they gave a list of them."""
+    if isinstance(prompt, str):
+        return [prompt], False
+    if isinstance(prompt, Sequence):
+        if all(isinstance(item, str) for item in prompt):
+            return prompt, True
+        if all(isinstance(item, Mapping) for item in prompt):
+            return [prompt], False
+    raise UserError("prompt must be a text, a list of texts, or a list of messages (one conversation)")
 
 
 def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

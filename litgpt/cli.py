@@ -106,13 +106,26 @@ def _usage_error(name: str, function: Callable[..., Any], error: ArgumentError) 
     hints = typing.get_type_hints(function)
     options = [f"--{option}" for option in hints if option != "return"]
     if unknown := re.match(r"unrecognized arguments: (\S+)", text):
-        close = difflib.get_close_matches(unknown[1].split("=")[0].replace("-", "_").replace("__", "--", 1), options)
-        return UsageError(text, f"did you mean {close[0]}? {see}" if close else see)
+        close = _similar(unknown[1], options)
+        return UsageError(_without_secrets(text, options), f"did you mean {close[0]}? {see}" if close else see)
     wrong = re.search(r'Parser key "([\w.]+)":', text)
     value = re.search(r"(?:Given|Got) value: (.*)", text)
     if wrong and value and wrong[1] in hints:
         return UsageError(f"--{wrong[1]} takes {_readable(hints[wrong[1]])}, not {value[1].strip()!r}", see)
     return UsageError(text, see)
+
+
+def _similar(argument: str, options: list[str]) -> list[str]:
+    """The options that an unknown one may have been meant to be, the likeliest first."""
+    return difflib.get_close_matches(argument.split("=")[0].replace("-", "_").replace("__", "--", 1), options)
+
+
+def _without_secrets(text: str, options: list[str]) -> str:
+    """A message about unknown options without the values of those that may be a misspelled access token."""
+    for option in re.findall(r"--[^\s=]+", text):
+        if _similar(option, options)[:1] == ["--access_token"]:
+            text = re.sub(rf"{re.escape(option)}[\s=]\S+", option, text)
+    return text
 
 
 def _readable(hint: Any) -> str:
@@ -158,7 +171,7 @@ def _fetched(url: str) -> Iterator[str]:
 @contextlib.contextmanager
 def _hidden_secrets(argv: list[str]) -> Iterator[None]:
     """Keep access tokens out of what `--print_config` prints, even one that is given on the same line."""
-    if not any(arg.split("=")[0] == "--print_config" for arg in argv):
+    if not any(arg.startswith("--print_") for arg in argv):  # options may be abbreviated
         yield
         return
     shown = io.StringIO()

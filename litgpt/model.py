@@ -359,7 +359,9 @@ class GPT(nn.Module):
         if not pos.is_cuda and not torch.compiler.is_compiling():  # no device to wait for: the host may look
             first, last = pos[:, 0].tolist(), pos[:, -1].tolist()
             maxp1 = max(last) + 1
-            if any(b - a != n_tokens - 1 for a, b in zip(first, last, strict=True)):
+            if min(first) < 0:
+                raise ValueError(f"input_pos must not be negative, got {min(first)}")
+            if n_tokens > 1 and not bool((pos.diff(dim=1) == 1).all()):
                 raise ValueError(f"input_pos must be contiguous within a row, got {first} to {last}")
             start = first[0] if len(set(first)) == 1 else None
         if maxp1 is not None and maxp1 > cache.max_length:

@@ -154,6 +154,15 @@ def test_fixed_cache_size(checkpoint: Path, size: Any, lengths: list[int], monke
     assert made == lengths
 
 
+def test_a_refused_cache_size_changes_nothing(checkpoint: Path) -> None:
+    llm = LLM.load(checkpoint, device="cpu")
+    for size in (0, 65):
+        with pytest.raises(UserError, match=f"{size} .* 64"):
+            llm.distribute("cpu", fixed_kv_cache_size=size)
+    assert llm.fixed_kv_cache_size is None
+    assert isinstance(llm.generate("Hi", max_new_tokens=2), str)
+
+
 # Generating
 
 
@@ -198,6 +207,12 @@ def test_a_list_of_requests(llm: LLM) -> None:
         llm.generate(prompts, stream=True)
     with pytest.raises(UserError, match="list of messages"):
         llm.generate(["one", {"role": "user", "content": "two"}])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("prompt", [None, 5, b"text", {"role": "user", "content": "Hi"}, iter(["one", "two"])])
+def test_other_things_are_no_prompts(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(UserError, match="list of messages"):
+        llm.generate(prompt, max_new_tokens=1)
 
 
 def test_messages_are_one_conversation(llm: LLM) -> None:
@@ -275,6 +290,21 @@ def test_save_and_load(llm: LLM, tmp_path: Path) -> None:
     again = LLM.load(tmp_path, device="cpu", precision="32-true")
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in llm.state_dict().items())
     assert again.generate("Hi", seed=4) == llm.generate("Hi", seed=4)
+
+
+@pytest.mark.parametrize("part", ["Config.save", "save_prompt_style"])
+def test_interrupted_save_is_recognised(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"litgpt.api.{part}", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.save(tmp_path)
+    with pytest.raises(UserError, match="half written"):
+        LLM.load(tmp_path)
+    llm.save(tmp_path)
+    assert LLM.load(tmp_path, device="cpu").config == llm.config
 
 
 @pytest.mark.parametrize("wrapped", [True, False])

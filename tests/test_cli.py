@@ -274,6 +274,22 @@ def test_no_given_secret_is_shown(run: Run) -> None:
     assert "hf_secret" not in out + err
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--access_token", "hf_secret_token", "--print_conf=skip_unset"],
+        ["--acces_tokn", "hf_secret_token"],
+        ["--top_q", "1", "--access-token=hf_secret_token"],
+        ["--access_token", "hf_secret_token", "--top_k"],
+        ["--access_token", "hf_secret_token", "--top_k", "many"],
+    ],
+)
+def test_no_mistyped_secret_is_shown(run: Run, args: list[str]) -> None:
+    _, out, err = run("sample", "x", *args)
+    assert out + err
+    assert "hf_secret" not in out + err
+
+
 # The checkpoint that is there without asking for one
 
 

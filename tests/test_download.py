@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +65,15 @@ def test_weights_in_another_type(stub: HubStub) -> None:
         assert torch.equal(converted[name], tensor.bfloat16()), name
     with pytest.raises(UserError, match="int3"):
         download_from_hub(REPO, dtype="int3")
+
+
+def test_older_copy_of_the_weights_is_reported(stub: HubStub, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["download", REPO, "--dtype", "bfloat16"])
+    main(["download", REPO])
+    assert "older" not in capsys.readouterr().err
+    os.utime(FOLDER / "lit_model.pth", (1, 1))  # as after an update of the repository
+    main(["download", REPO])
+    assert "lit_model.pth is older than the weights beside it" in capsys.readouterr().err
 
 
 def test_weights_of_another_model(stub: HubStub) -> None:

@@ -18,7 +18,7 @@ from litgpt.errors import UserError
 from litgpt.generate import base
 from litgpt.generate.engine import Engine
 from litgpt.model import GPT
-from tests.tiny_text import ScriptedModel, tiny_config, write_tokenizer
+from tests.tiny_text import END, ScriptedModel, tiny_config, write_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +79,23 @@ def test_stop(checkpoint: Path, says: Any, capsys: pytest.CaptureFixture[str], s
     says("né END 😀 two")
     litgpt_main(["generate", str(checkpoint), "--temperature=0", "--max_new_tokens=16", *stop])
     assert capsys.readouterr().out == shown + "\n"
+
+
+@pytest.mark.parametrize("prompt_style", [None, "raw"])
+def test_the_end_of_the_turn_stops_and_is_hidden(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prompt_style: str | None
+) -> None:
+    """`<|end|>` is not the eos token: only the chat template tells that it ends an answer."""
+    stream = Engine.stream
+
+    def scripted(self: Engine, prompts: Any, params: Any = None) -> Any:
+        self.model = ScriptedModel([[0] * len(prompt) + [*b"Yes", END, *b"User: more"] for prompt in prompts])
+        return stream(self, prompts, params)
+
+    monkeypatch.setattr(Engine, "stream", scripted)
+    base.main(checkpoint, temperature=0, max_new_tokens=9, prompt_style=prompt_style)
+    assert capsys.readouterr().out == "Yes\n"
+    assert LLM.load(checkpoint, prompt_style=prompt_style).generate("Hi", temperature=0, max_new_tokens=9) == "Yes"
 
 
 @pytest.mark.parametrize(

@@ -360,6 +360,25 @@ def test_sizes_and_kinds_that_make_no_sense() -> None:
         KVCache.from_config(config, max_length=0)
 
 
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@torch.no_grad()
+def test_masks_are_built_without_a_loop(softcap: float | None) -> None:
+    """The number of operations does not grow with the prompt: no mask is built row by row, in any layer."""
+    fields = {"sliding_window_size": 4, "attention_logit_softcapping": softcap}
+    model = GPT(toy_config(block_size=512, **fields)).eval()
+
+    def count(n_tokens: int, cached: bool) -> int:
+        ids = random_ids((2, n_tokens), vocab_size=50)
+        cache = KVCache.from_config(model.config, batch_size=2, max_length=512) if cached else None
+        with torch.profiler.profile() as profile:
+            model(ids, cache=cache, step=cache.plan([n_tokens, n_tokens - 3]) if cache is not None else None)
+        return sum(event.count for event in profile.key_averages() if event.key.startswith("aten::"))
+
+    for cached in (False, True):
+        count(400, cached)  # fills the table of rotary frequencies
+        assert count(40, cached) == count(400, cached)
+
+
 @torch.no_grad()
 def test_decoding_reads_and_allocates_only_the_filled_part() -> None:
     """Eager attention slices by the host length: work follows the tokens stored, not the size of the buffers."""

@@ -151,6 +151,11 @@ def test_cache_misuse_is_one_clear_error() -> None:
         model(x[:, :1], input_pos=torch.tensor([10]))
     with pytest.raises(ValueError, match=r"3.*2"):
         model(ids(3, 4), input_pos=torch.arange(4))
+    for wrong in ([0, 7, 2, 3], [0, 0, 0, 3], [3, 2, 1, 0]):
+        with pytest.raises(ValueError, match="contiguous"):
+            model(x[:, :4], input_pos=torch.tensor(wrong))
+    with pytest.raises(ValueError, match=r"negative, got -1"):
+        model(x[:, :4], input_pos=torch.arange(-1, 3))
     model(x[:, :10], input_pos=torch.arange(10))  # still usable after the errors
 
 

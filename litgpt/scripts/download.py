@@ -61,7 +61,16 @@ def download_from_hub(
             write_litgpt_files(folder, model_name, dtype)
         elif (folder / "config.json").is_file():
             Config.from_hf(folder).save(folder)
+    _warn_of_outdated_copy(folder)
     sys.stdout.write(f"{folder}\n")
+
+
+def _warn_of_outdated_copy(folder: Path) -> None:
+    """Say when `lit_model.pth` hides newer weights; it may be somebody's work, so it is not removed."""
+    copy = folder / "lit_model.pth"
+    weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    if copy.is_file() and any(file.stat().st_mtime > copy.stat().st_mtime for file in weights):
+        logger.warning("%s is older than the weights beside it, but is used before them: remove it to use them", copy)
 
 
 def write_litgpt_files(folder: Path, model_name: str | None = None, dtype: str | None = None) -> None:
