@@ -289,7 +289,8 @@ class Config:
         if path.suffix == ".gguf" and path.is_file():
             from litgpt.checkpoint.gguf import GGUFFile
 
-            return cls.from_hf(GGUFFile(path).hf_config(), **({"name": path.stem} | kwargs))
+            file = GGUFFile(path)
+            return cls.from_hf(file.hf_config(), **({"name": file.name} | kwargs))
         if path.suffix == ".json":
             return cls.from_hf(path, **kwargs)
         if path.suffix in (".yaml", ".yml"):

@@ -70,7 +70,7 @@ class Tokenizer:
     def __init__(self, checkpoint_dir: Path | str) -> None:
         path = Path(checkpoint_dir)
         self._files: TokenizerFiles = read_tokenizer_files(path)
-        self.model_name = path.stem
+        self.model_name = path.name if path.is_dir() else path.stem
         self.backend: Literal["huggingface", "sentencepiece"]
         self.processor: Any
         if self._files.tokenizer_json is not None:

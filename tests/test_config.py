@@ -272,7 +272,8 @@ def test_gguf(smollm2_gguf: Path) -> None:
     config = Config.from_checkpoint(smollm2_gguf)
     assert (config.n_layer, config.n_embd, config.n_head, config.n_query_groups) == (30, 576, 9, 3)
     assert (config.family, config.tie_embeddings, config.rope_base) == ("llama", True, 100000)
-    assert config.name == smollm2_gguf.stem
+    known = Config.from_name("SmolLM2-135M-Instruct")
+    assert (config.name, config.hf_config, config.prompt_style) == (known.name, known.hf_config, known.prompt_style)
 
 
 # The dataclass itself

@@ -67,6 +67,23 @@ def test_same_tensors_and_config_as_the_folder(row: str, tmp_path: Path) -> None
     assert Config.from_hf(file.hf_config()) == Config.from_hf(config)
 
 
+def test_name_without_the_type_of_the_weights(tmp_path: Path) -> None:
+    _, path = convert("llama", tmp_path)
+    for name, expected in [
+        ("SmolLM2-135M-Instruct.Q4_1", "SmolLM2-135M-Instruct"),
+        ("Llama-3.2-1B-Instruct-UD-Q4_K_XL", "Llama-3.2-1B-Instruct"),
+        ("Qwen2.5-7B-IQ2_XXS", "Qwen2.5-7B"),
+        ("gemma-3-270m-it-f16", "gemma-3-270m-it"),
+        ("big-BF16-00001-of-00003", "big"),
+        ("big-00001-of-00003", "big"),
+        ("phi-2", "phi-2"),
+        ("run.v2", "run.v2"),
+    ]:
+        path = path.rename(tmp_path / f"{name}.gguf")
+        assert GGUFFile(path).name == expected
+        assert Config.from_checkpoint(path).name == expected
+
+
 def test_llama3_rope_is_found_again(tmp_path: Path) -> None:
     rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

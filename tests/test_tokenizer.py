@@ -120,7 +120,7 @@ def test_vocabulary(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'nope' is not in the vocabulary"):
         tokenizer.token_to_id("nope")
     assert tokenizer.backend == "huggingface"
-    assert tokenizer.model_name == tmp_path.stem
+    assert tokenizer.model_name == tmp_path.name
 
 
 def test_named_special_token_that_is_an_ordinary_entry_of_the_vocabulary(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,10 @@ from litgpt.checkpoint.types import TensorInfo
 from litgpt.constants import require
 from litgpt.errors import UserError
 
+# Of a file of many: its number, and what its weights are quantized to (`Q4_K_M`, `IQ2_XS`, `UD-Q6_K_XL`, `f16`)
+_NAME_ENDINGS = re.compile(
+    r"([-.](UD-)?(I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|FP?16|FP?32))?(-\d{5}-of-\d{5})?$", re.IGNORECASE
+)
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -36,6 +41,11 @@ class GGUFFile:
         require("gguf", "reading GGUF files")
         self.path = Path(path)
         self._metadata, self._stored = self._contents = read_gguf(self.path)
+
+    @property
+    def name(self) -> str:
+        """Name of the model: that of the file without the type of its weights."""
+        return _NAME_ENDINGS.sub("", self.path.stem)
 
     @property
     def metadata(self) -> dict[str, Any]:

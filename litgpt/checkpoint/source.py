@@ -197,7 +197,7 @@ class GGUFSource(Source):
 
     def config(self, config_class: type[Config] = Config, **overrides: Any) -> Config:
         """Read the metadata."""
-        return config_class.from_hf(self.file.hf_config(), **({"name": self.path.stem} | overrides))
+        return config_class.from_hf(self.file.hf_config(), **({"name": self.file.name} | overrides))
 
     def hf_config(self) -> dict[str, Any]:
         """The metadata as `config.json` would say it."""
