@@ -19,5 +19,10 @@ class UserError(ValueError):
         self.hint = hint
 
 
+def first_line(error: Exception) -> str:
+    """What an error of some library says, short enough to be part of a message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class UsageError(UserError):
     """A command line that cannot be understood; the same in every way, but the exit code is 2."""

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import logging
 import subprocess
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from litgpt.checkpoint import convert
 from litgpt.checkpoint.convert import export_hf, load_model, save_litgpt
-from litgpt.checkpoint.safetensors_file import write_safetensors
+from litgpt.checkpoint.progress import byte_bar
 from litgpt.checkpoint.save import check_manifest
 from litgpt.checkpoint.source import open_source
 from litgpt.config import Config
@@ -331,10 +332,41 @@ def test_config_and_overrides(tmp_path: Path) -> None:
 
 
 def test_large_tensors_are_copied_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "_CHUNK", 1000)
+    monkeypatch.setattr(convert, "_BLOCK", 1000)
     for name in ("llama", "gpt_neox", "mixtral", "gpt_oss"):
         theirs = save_tiny(name, tmp_path / name)
         assert_same_logits(load_model(tmp_path / name), theirs)
+
+
+class Screen(io.StringIO):
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self.is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gpt_oss"])
+def test_progress_reaches_its_end_on_a_terminal_only(
+    name: str, is_terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny(name, tmp_path)
+    screen = Screen(is_terminal)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(convert, "byte_bar", lambda *args, **_: byte_bar(*args, mininterval=0))
+    load_model(tmp_path)
+    assert ("loading: 100%" in screen.getvalue()) == is_terminal
+    assert "101%" not in screen.getvalue()
+    assert is_terminal or not screen.getvalue()
+
+
+def test_a_quick_load_shows_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny("llama", tmp_path)
+    monkeypatch.setattr(sys, "stderr", screen := Screen(True))
+    load_model(tmp_path)
+    assert "loading" not in screen.getvalue()
 
 
 # Variants
@@ -443,14 +475,14 @@ def test_interrupted_export_is_recognised(writer: str, tmp_path: Path, monkeypat
         else:
             save_litgpt(model, model.config, out)
 
-    def fail(path: Path, *_: Any) -> None:
+    def fail(_: object, path: Path, *__: object) -> None:
         Path(path).write_bytes(b"half")
         raise KeyboardInterrupt
 
     export()
     with monkeypatch.context() as patch:
-        patch.setattr(convert, "write_safetensors", fail)
-        patch.setattr(torch, "save", lambda state, path: fail(path))
+        patch.setattr(convert, "save_file", fail)
+        patch.setattr(torch, "save", fail)
         with pytest.raises(KeyboardInterrupt):
             export()
     with pytest.raises(UserError, match="half written"):
@@ -464,13 +496,13 @@ def test_interruption_between_two_shards(tmp_path: Path, monkeypatch: pytest.Mon
     model = load_model(tmp_path / "in")
     written = []
 
-    def write_two(path: Path, *arguments: Any) -> None:
+    def write_two(tensors: dict[str, Tensor], path: Path, *arguments: Any) -> None:
         if len(written) == 2:
             raise OSError("no space left on device")
         written.append(path)
-        write_safetensors(path, *arguments)
+        save_file(tensors, path, *arguments)
 
-    monkeypatch.setattr(convert, "write_safetensors", write_two)
+    monkeypatch.setattr(convert, "save_file", write_two)
     with pytest.raises(OSError, match="no space"):
         export_copy(model, tmp_path / "in", tmp_path / "out", shard_size=30_000)
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) == 2

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from litgpt.checkpoint.plan import HEAD, ModelT, Plan, build_empty, main_dtype, plan_import
-from litgpt.checkpoint.safetensors_file import write_safetensors
+from litgpt.checkpoint.progress import byte_bar
 from litgpt.checkpoint.save import FolderWriter, read_manifest
 from litgpt.checkpoint.source import LITGPT_FILE, Source, open_source
 from litgpt.checkpoint.tables import Link, summarize, table_for
@@ -28,7 +29,7 @@ from litgpt.errors import UserError
 if TYPE_CHECKING:
     from litgpt.model import GPT
 
-_CHUNK = 16 << 20  # bytes copied before mapped pages are let go
+_BLOCK = 16 << 20  # bytes copied at once
 _ARCHITECTURES = {"gemma3_text": "Gemma3ForCausalLM"}  # of language models that come inside multi-modal ones
 _SHARD = 5_000_000_000  # largest file of an export, as Hugging Face's tools write
 
@@ -95,16 +96,20 @@ def _fill(model: GPT, plan: Plan, source: Source) -> None:
     state = model.state_dict()  # views of the parameters, experts one by one
     places = {link.ours: _place(link.ours, state) for links in plan.links.values() for link in links}
     _reset_others(model, places.values())
-    unreleased = 0
-    for name, links in plan.links.items():
-        tensor = source.get(name)
-        for link in links:
-            for into, piece in _chunks(link.our_view(places[link.ours]), link.their_view(tensor)):
-                into.copy_(piece)
-                unreleased += piece.nbytes
-                if unreleased >= _CHUNK:
-                    source.release()
-                    unreleased = 0
+    infos, unreleased = source.tensors(), 0
+    with byte_bar("loading", sum(infos[name].nbytes for name in plan.links), delay=1, leave=False) as bar:
+        for name, links in plan.links.items():
+            for link in links:
+                into = link.our_view(places[link.ours])
+                for part in _parts(into):
+                    # Asked for anew each time: while a tensor is held, the pages it lies over stay in memory.
+                    into[part].copy_(link.their_view(source.get(name))[part])
+                    done = into[part].numel() * infos[name].dtype.itemsize
+                    bar.update(done)
+                    unreleased += done
+                    if unreleased >= source.release_after:
+                        source.release()
+                        unreleased = 0
 
 
 def _place(name: str, state: Mapping[str, Tensor]) -> Tensor:
@@ -113,13 +118,10 @@ def _place(name: str, state: Mapping[str, Tensor]) -> Tensor:
     return state[name] if name in state else state[f"{stem}.linear.{leaf}"]
 
 
-def _chunks(into: Tensor, piece: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both tensors cut along the first dimension into pieces of a few megabytes."""
-    if piece.nbytes <= _CHUNK:
-        yield into, piece
-        return
-    rows = max(1, _CHUNK * len(piece) // piece.nbytes)
-    yield from zip(into.split(rows), piece.split(rows), strict=True)
+def _parts(tensor: Tensor) -> Iterator[slice]:
+    """Parts of a tensor along the first dimension, each of a few megabytes."""
+    step = max(1, _BLOCK * len(tensor) // max(1, tensor.nbytes))
+    return (slice(start, start + step) for start in range(0, len(tensor), step))
 
 
 def _reset_others(model: GPT, places: Iterable[Tensor]) -> None:
@@ -164,7 +166,7 @@ def export_hf(
         folder.forget(name for name in _weight_files(out_dir) if name not in names)
         for name, shard in zip(names, shards, strict=True):
             with folder.file(name) as path:
-                write_safetensors(path, shard, (_assemble(links[t], shard[t], state) for t in shard), {"format": "pt"})
+                save_file({t: _assemble(links[t], shard[t], state) for t in shard}, path, {"format": "pt"})
         if len(shards) > 1:
             total = sum(info.nbytes for info in infos.values())
             weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
@@ -230,7 +232,7 @@ def _assemble(links: list[Link], info: TensorInfo, state: Mapping[str, Tensor]) 
     """Put one of their tensors together."""
     first = links[0]
     if not first.row.their_views:
-        return first.our_view(state[first.ours])
+        return first.our_view(state[first.ours]).contiguous()
     whole = torch.empty(info.shape, dtype=info.dtype)
     for link in links:
         link.their_view(whole).copy_(link.our_view(state[link.ours]))

@@ -8,7 +8,7 @@ import contextlib
 import errno
 from collections.abc import Callable, Iterator
 
-from litgpt.errors import UserError
+from litgpt.errors import UserError, first_line
 
 _REASONS = {401: "the token is missing or wrong", 403: "access is denied", 404: "it was not found"}
 
@@ -61,8 +61,7 @@ def _explain(repo_id: str, spelling_hint: Callable[[], str], error: Exception) -
             f"{repo_id} is not complete on this machine, and HF_HUB_OFFLINE is set", "unset it to download the rest"
         )
     if is_network_down(error):
-        reason = (str(error) or type(error).__name__).splitlines()[0]
         hint = "check the network, then start again: what has arrived is kept"
-        return UserError(f"cannot download {repo_id} from {hub}: {reason}", hint)
+        return UserError(f"cannot download {repo_id} from {hub}: {first_line(error)}", hint)
     full = isinstance(error, OSError) and error.errno == errno.ENOSPC
     return UserError(f"cannot store {repo_id}: {error}", "free some space, then start again" if full else "")

@@ -50,9 +50,11 @@ class Source(ABC):
     Attributes:
         kind: which kind of checkpoint it is.
         path: the folder, or the file of a GGUF.
+        release_after: how many bytes to read before calling `release`.
     """
 
     kind: Kind
+    release_after = 16 << 20
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -75,14 +77,17 @@ class Source(ABC):
 
     @abstractmethod
     def get(self, name: str) -> Tensor:
-        """Read one tensor, on the CPU. It may lie over a mapped file: do not write to it."""
+        """Read one tensor, on the CPU. It may lie over a mapped file: do not write to it.
+
+        Asking for the same one again costs nothing, so nobody has to hold it while `release` is called.
+        """
 
     def table(self, config: Config) -> Table:
         """The names and layouts that this checkpoint uses."""
         return table_for(config.family)
 
     def release(self) -> None:  # noqa: B027  (nothing to do is a fine answer)
-        """Let what was read so far leave memory where that is possible."""
+        """Let what was read so far leave memory where that is possible, but for tensors that are still held."""
 
     @abstractmethod
     def close(self) -> None:
@@ -112,6 +117,7 @@ class FolderSource(Source):
         super().__init__(path)
         names = {files} if isinstance(files, str) else set(files.values())
         self._files = {name: reader(path / name) for name in sorted(names)}
+        self.release_after = max(file.close_after for file in self._files.values())
         if isinstance(files, str):
             files = dict.fromkeys(self._files[files].tensors(), files)
         self._file_of = files
@@ -151,14 +157,13 @@ class FolderSource(Source):
         return self._files[self._file_of[name]].get(name)
 
     def release(self) -> None:
-        """Let pages of the mapped files go."""
+        """Let the mapped files go; they are opened again on demand."""
         for file in self._files.values():
-            file.release()
+            file.close()
 
     def close(self) -> None:
         """Let the files go."""
-        for file in self._files.values():
-            file.close()
+        self.release()
 
 
 class LitGPTSource(FolderSource):
@@ -188,6 +193,7 @@ class GGUFSource(Source):
 
         super().__init__(path)
         self._file: GGUFFile | None = GGUFFile(path)
+        self._last: tuple[str, Tensor] | None = None
 
     @property
     def file(self) -> GGUFFile:
@@ -213,12 +219,15 @@ class GGUFSource(Source):
         return self.file.tensors()
 
     def get(self, name: str) -> Tensor:
-        """Read and dequantize one tensor."""
-        return self.file.get(name)
+        """Read and dequantize one tensor, unless it is the one that was asked for last."""
+        if self._last is None or self._last[0] != name:
+            self._last = None  # two would take twice the memory
+            self._last = (name, self.file.get(name))
+        return self._last[1]
 
     def close(self) -> None:
         """Let the file go."""
-        self._file = None
+        self._file = self._last = None
 
 
 def open_source(path: str | Path) -> Source:

@@ -15,11 +15,9 @@ from typing import Any
 import torch
 
 from litgpt.checkpoint.types import TensorInfo
-from litgpt.errors import UserError
+from litgpt.errors import UserError, first_line
 
 logger = logging.getLogger(__name__)
-
-_MIN_BUDGET = 32 << 20
 
 
 def load_tensors_only(path: str | Path) -> Any:
@@ -41,13 +39,13 @@ def load_tensors_only(path: str | Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=can_map)
     except pickle.UnpicklingError as error:
         if "weights_only" not in str(error).lower() and "unsupported" not in str(error).lower():
-            raise UserError(f"{path} is damaged: {_first_line(error)}", "download or convert it again") from error
+            raise UserError(f"{path} is damaged: {first_line(error)}", "download or convert it again") from error
         raise UserError(
             f"{path} holds objects that are not tensors and could run code, so it is not read",
             "use the safetensors files of the model, or convert the file where you trust it",
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError, IndexError) as error:
-        raise UserError(f"{path} is damaged: {_first_line(error)}", "download or convert it again") from error
+        raise UserError(f"{path} is damaged: {first_line(error)}", "download or convert it again") from error
 
 
 class TorchFile:
@@ -56,6 +54,9 @@ class TorchFile:
     Args:
         path: the file.
 
+    Attributes:
+        close_after: how many bytes to use before calling `close`.
+
     Raises:
         UserError: see `load_tensors_only`; also when it holds no state dict.
     """
@@ -63,11 +64,10 @@ class TorchFile:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._state: dict[str, torch.Tensor] | None = None
-        self._read = 0
         state = self._tensors()
         self._infos = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
-        # Opening again costs time for each tensor listed, so a long list is opened less often.
-        self._budget = max(_MIN_BUDGET, self.path.stat().st_size // 32)
+        # Opening again costs time for each tensor listed, so a big file is opened less often for its size.
+        self.close_after = max(32 << 20, self.path.stat().st_size // 32)
 
     def tensors(self) -> dict[str, TensorInfo]:
         """Shape and dtype of every tensor."""
@@ -75,19 +75,11 @@ class TorchFile:
 
     def get(self, name: str) -> torch.Tensor:
         """A tensor over the mapped file."""
-        tensor = self._tensors()[name]
-        self._read += tensor.nbytes
-        return tensor
-
-    def release(self) -> None:
-        """Let the file go when enough of it has been read; it is opened again on demand."""
-        if self._read >= self._budget:
-            self.close()
+        return self._tensors()[name]
 
     def close(self) -> None:
-        """Let the file go."""
+        """Let the file go; what was read leaves memory with the last tensor over it. `get` opens the file again."""
         self._state = None
-        self._read = 0
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         if self._state is None:
@@ -101,7 +93,3 @@ class TorchFile:
                 )
             self._state = dict(content)
         return self._state
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

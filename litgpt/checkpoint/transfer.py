@@ -11,14 +11,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from litgpt.errors import UserError
+from litgpt.checkpoint.progress import byte_bar
+from litgpt.errors import UserError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +74,6 @@ def fetch_all(files: Sequence[RemoteFile], folder: Path, headers: Mapping[str, s
         UserError: not enough space, or a file arrived with the wrong content.
         huggingface_hub.errors.HTTPError: the server refused, or could not be reached.
     """
-    from tqdm import tqdm
-
     missing = [file for file in files if not file.matches(folder / file.name)]
     if not missing:
         return
@@ -85,7 +83,7 @@ def fetch_all(files: Sequence[RemoteFile], folder: Path, headers: Mapping[str, s
     _check_space(folder, total - have)
     stop = threading.Event()
     with (
-        tqdm(total=total, initial=have, unit="B", unit_scale=True, desc=label, disable=not sys.stderr.isatty()) as bar,
+        byte_bar(label, total, have) as bar,
         ThreadPoolExecutor(WORKERS) as pool,
     ):
         futures = [pool.submit(_fetch, file, folder, headers, bar.update, stop) for file in missing]
@@ -117,7 +115,7 @@ def _fetch(
             failures = 0 if _size(part) > before else failures + 1
             if failures > RETRIES or not _is_transient(error):
                 raise
-            logger.info("%s: %s; trying to continue", file.name, _first_line(error))
+            logger.info("%s: %s; trying to continue", file.name, first_line(error))
             if stop.wait(RETRY_SECONDS * failures):
                 raise _Stopped from error
     if not file.matches(part):
@@ -188,7 +186,3 @@ def _check_space(folder: Path, needed: int) -> None:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
