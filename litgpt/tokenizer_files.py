@@ -93,7 +93,8 @@ def _named_templates(value: Any) -> dict[str, str]:
     if isinstance(value, str):
         return {"default": value}
     if isinstance(value, list):
-        return {str(entry["name"]): str(entry["template"]) for entry in value}
+        entries = [entry for entry in value if isinstance(entry, Mapping) and entry.get("template")]
+        return {str(entry.get("name", "default")): str(entry["template"]) for entry in entries}
     return {}
 
 

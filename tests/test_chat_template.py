@@ -153,6 +153,20 @@ def test_template_sources_in_order(tmp_path: Path) -> None:
     assert make(tmp_path, "config").chat_template == "jinjá"
 
 
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        ([{"template": "a"}], "a"),
+        ([{"name": "default"}], None),
+        (["a", {"name": "default", "template": "b"}], "b"),
+        ({"default": "a"}, None),
+        (5, None),
+    ],
+)
+def test_odd_entries_do_no_harm(tmp_path: Path, value: Any, found: str | None) -> None:
+    assert make(tmp_path, value).chat_template == found
+
+
 def test_no_template(tmp_path: Path) -> None:
     tokenizer = make(tmp_path, None)
     assert tokenizer.chat_template is None
