@@ -25,6 +25,7 @@ from litgpt.model import GPT
 from litgpt.prompts import PromptStyle, choose_prompt_style, encode_prompt, save_prompt_style
 from litgpt.runtime import pick_device, pick_precision, weight_dtype
 from litgpt.tokenizer import Tokenizer
+from litgpt.train.loss import chunked_cross_entropy
 
 Quantization = Literal["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.int8"]
 Message = Mapping[str, Any]
@@ -382,14 +383,16 @@ class LLM(nn.Module):
             loss_fn: takes logits `(B, T - 1, V)` and targets `(B, T - 1)`; default the mean cross-entropy.
 
         Returns:
-            Logits `(B, T, V)`, or the logits and the loss.
+            Logits `(B, T, V)`, in float32 (float64 for such a model), or the logits and the loss.
         """
         if self.model is None:
             raise UserError("the model is not loaded yet", "call distribute() or trainer_setup() first")
-        logits = self.model(input_ids)
+        with torch.autocast(input_ids.device.type, self._autocast, enabled=self._autocast is not None):
+            logits = self.model(input_ids)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # a loss in half precision is a rough one
         if target_ids is None:
             return logits
-        return logits, (loss_fn or _cross_entropy)(logits[..., :-1, :], target_ids[..., 1:])
+        return logits, (loss_fn or chunked_cross_entropy)(logits[..., :-1, :], target_ids[..., 1:])
 
     # Keeping it
 
@@ -444,10 +447,6 @@ def _requests(prompt: Any) -> tuple[Sequence[Any], bool]:
         if all(isinstance(item, Mapping) for item in prompt):
             return [prompt], False
     raise UserError("prompt must be a text, a list of texts, or a list of messages (one conversation)")
-
-
-def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten().long(), ignore_index=-100)
 
 
 def _trainer_state(path: Path) -> dict[str, torch.Tensor]:

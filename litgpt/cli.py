@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import inspect
 import io
 import platform
 import re
@@ -104,8 +105,11 @@ def _usage_error(name: str, function: Callable[..., Any], error: ArgumentError) 
     text = error.message if isinstance(getattr(error, "message", None), str) else str(error)
     see = f"see `litgpt {name} --help`"
     hints = typing.get_type_hints(function)
-    options = [f"--{option}" for option in hints if option != "return"]
+    required = [name for name, p in inspect.signature(function).parameters.items() if p.default is p.empty]
+    options = [f"--{option}" for option in hints if option not in ("return", *required)]
     if unknown := re.match(r"unrecognized arguments: (\S+)", text):
+        if unknown[1].removeprefix("--").split("=")[0] in required:
+            return UsageError(_without_secrets(text, options), f"give only the value, without its name; {see}")
         close = _similar(unknown[1], options)
         return UsageError(_without_secrets(text, options), f"did you mean {close[0]}? {see}" if close else see)
     wrong = re.search(r'Parser key "([\w.]+)":', text)

@@ -13,6 +13,7 @@ from litgpt.errors import UserError
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 PRECISIONS = ("bf16-true", "bf16-mixed", "16-true", "16-mixed", "32-true", "64-true")
 # Short forms people type, and the names of the dtypes
@@ -129,6 +130,23 @@ def pick_precision(precision: str | None, device: torch.device) -> str:
     if chosen not in PRECISIONS:
         raise UserError(f"unknown precision {precision!r}", f"use one of auto, {', '.join(PRECISIONS)}")
     return chosen
+
+
+def get_default_supported_precision(training: bool) -> str:
+    """Return the precision that `pick_precision` takes on the default device: mixed for training, as LitGPT does."""
+    precision = pick_precision(None, pick_device())
+    return precision.replace("16-true", "16-mixed") if training else precision
+
+
+def num_parameters(module: nn.Module, requires_grad: bool | None = None) -> int:
+    """Count the numbers in a module's parameters, a shared one once.
+
+    Args:
+        module: the module.
+        requires_grad: only the trainable ones (True) or the frozen ones (False).
+    """
+    chosen = (p for p in module.parameters() if requires_grad is None or p.requires_grad == requires_grad)
+    return sum(p.numel() for p in chosen)
 
 
 def weight_dtype(precision: str) -> torch.dtype:

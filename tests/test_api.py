@@ -282,6 +282,15 @@ def test_forward(llm: LLM) -> None:
     assert shapes == ((2, 3, VOCAB_SIZE), (2, 3))
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_logits_and_loss_are_not_in_half_precision(checkpoint: Path, llm: LLM, precision: str) -> None:
+    ids = torch.tensor([[1, 2, 3, 4]])
+    logits, loss = LLM.load(checkpoint, device="cpu", precision=precision)(ids, ids)
+    assert logits.dtype == loss.dtype == torch.float32
+    assert not torch.equal(logits, llm(ids))  # but computed in it
+    torch.testing.assert_close(loss, llm(ids, ids)[1], rtol=0.05, atol=0.05)
+
+
 def test_save_and_load(llm: LLM, tmp_path: Path) -> None:
     llm.save(tmp_path)
     for name in ("lit_model.pth", "model_config.yaml", "prompt_style.yaml", "tokenizer.json", "tokenizer_config.json"):

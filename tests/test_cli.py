@@ -173,6 +173,7 @@ def test_unknown_command(run: Run, name: str, hint: str) -> None:
         ([], "the following arguments are required: checkpoint_dir", "see `litgpt sample --help`"),
         (["x", "--top_q", "3"], "unrecognized arguments: --top_q 3", "did you mean --top_k?"),
         (["x", "--top-k", "3"], "unrecognized arguments: --top-k 3", "did you mean --top_k?"),
+        (["--checkpoint_dir", "x"], "unrecognized arguments: --checkpoint_dir", "give only the value"),
         (["x", "y"], "unrecognized arguments: y", "see `litgpt sample --help`"),
         (["x", "--top_k", "many"], "--top_k takes an integer or null, not 'many'", "see"),
         (["x", "--ratio", "half"], "--ratio takes a number, not 'half'", "see"),

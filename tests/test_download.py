@@ -95,6 +95,12 @@ def test_tokenizer_only(stub: HubStub) -> None:
     assert caught.value.hint
 
 
+def test_options_by_position(stub: HubStub, tmp_path: Path) -> None:
+    download_from_hub(REPO, None, True, True, None, tmp_path)
+    assert (tmp_path / REPO / "tokenizer.json").is_file()
+    assert not list((tmp_path / REPO).glob("*.safetensors"))
+
+
 def test_another_place(stub: HubStub, tmp_path: Path) -> None:
     download_from_hub(REPO, checkpoint_dir=tmp_path / "elsewhere")
     assert GPT.from_checkpoint(tmp_path / "elsewhere" / REPO).config.n_layer == 2

@@ -306,7 +306,7 @@ NAMES: dict[str, str] = {
 }
 
 MISSING_NAMES = {
-    *(f"litgpt.{module}" for module in ("adapter", "adapter_v2", "args", "data", "lora", "utils")),
+    *(f"litgpt.{module}" for module in ("adapter", "adapter_v2", "args", "data", "lora")),
 }
 
 # Class -> method -> parameter -> default

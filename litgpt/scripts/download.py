@@ -15,7 +15,6 @@ logger = logging.getLogger(__name__)
 
 def download_from_hub(
     repo_id: str,
-    *,
     access_token: str | None = None,
     tokenizer_only: bool = False,
     convert_checkpoint: bool = True,

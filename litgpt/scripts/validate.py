@@ -164,11 +164,11 @@ def check_memory(checkpoint: Checkpoint) -> str:
     import torch
 
     from litgpt.model import GPT
-    from litgpt.runtime import parse_dtype
+    from litgpt.runtime import num_parameters, parse_dtype
 
     with torch.device("meta"):
         model = GPT(_needed(checkpoint.config, "the architecture is not known"))
-    count = sum(parameter.numel() for parameter in model.parameters())
+    count = num_parameters(model)
     # Training holds a gradient and two states of AdamW beside each weight.
     copies = 4 if checkpoint.training else 1
     gigabytes = count * parse_dtype(checkpoint.dtype).itemsize * copies / 1e9
