@@ -16,7 +16,8 @@ from litgpt.tokenizer import Tokenizer
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.slow
+# transformers takes minutes to read the larger file
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 N_NEW = 64
 
