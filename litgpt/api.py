@@ -21,6 +21,7 @@ from litgpt.errors import UserError
 from litgpt.generate.engine import Engine, Stream
 from litgpt.generate.loading import autocast_dtype, load_weights, with_stops_of
 from litgpt.generate.types import Result, SamplingParams, as_stop_strings
+from litgpt.kvcache import check_kind
 from litgpt.model import GPT
 from litgpt.prompts import PromptStyle, choose_prompt_style, encode_prompt, save_prompt_style
 from litgpt.runtime import pick_device, pick_precision, weight_dtype
@@ -122,6 +123,7 @@ class LLM(nn.Module):
         Raises:
             UserError: the model does not exist or cannot be read, or a setting is unknown.
         """
+        check_kind(kv_cache)
         path: Path | None = None
         if init == "pretrained":
             path = resolve(model, access_token=access_token)

@@ -86,6 +86,8 @@ def test_load_names_what_does_not_exist(checkpoint: Path) -> None:
         LLM.load("nothing-like-this", init="random", tokenizer_dir=checkpoint)
     with pytest.raises(UserError, match="not/here/at/all"):
         LLM.load("not/here/at/all")
+    with pytest.raises(UserError, match="no-such-kind"):
+        LLM.load(checkpoint, kv_cache="no-such-kind")
     with pytest.raises(UserError, match="init must be"):
         LLM.load(checkpoint, init="other")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="tokenizer"):

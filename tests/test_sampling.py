@@ -133,6 +133,7 @@ def test_logprobs() -> None:
         {"repetition_penalty": 0},
         {"max_new_tokens": -1},
         {"logprobs": -1},
+        {"seed": 2**64},
         {"stop": ("",)},
         {"stop_sequences": ((),)},
     ],

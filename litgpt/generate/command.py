@@ -14,6 +14,7 @@ from litgpt.errors import UserError
 from litgpt.generate.engine import Engine, with_seeds
 from litgpt.generate.loading import load, with_stops_of
 from litgpt.generate.types import Result, SamplingParams
+from litgpt.kvcache import check_kind
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ def run(
     """Load a model and print continuations; see `litgpt.generate.base.main` for the arguments."""
     if num_samples < 1:
         raise UserError(f"num_samples must be at least 1, got {num_samples}")
+    check_kind(kv_cache)
     loaded = load(checkpoint_dir, precision=precision, device=device, prompt_style=prompt_style)
     ids = loaded.encode(prompt, sys_prompt)
     params = with_stops_of(loaded.prompt_style, loaded.tokenizer, params)

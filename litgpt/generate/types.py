@@ -58,6 +58,7 @@ class SamplingParams:
         _require(0 <= self.top_p <= 1, "top_p", self, "in [0, 1]")
         _require(0 <= self.min_p <= 1, "min_p", self, "in [0, 1]")
         _require(0 < self.repetition_penalty < math.inf, "repetition_penalty", self, "a finite number above 0")
+        _require(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", self, "a number of 64 bits")
         _require(self.logprobs is None or self.logprobs >= 0, "logprobs", self, "at least 0")
         _require(all(self.stop), "stop", self, "without empty strings")
         _require(all(self.stop_sequences), "stop_sequences", self, "without empty sequences")

@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from litgpt.config import Config
 
 
+KINDS = ("dense",)
+
+
+def check_kind(kind: str) -> None:
+    """Raise UserError for a kind of cache that does not exist."""
+    if kind not in KINDS:
+        raise UserError(f"unknown kind of KV cache {kind!r}", f"use {' or '.join(KINDS)}")
+
+
 class KVCache(nn.Module):
     """The cache of one request or session: one `LayerCache` a layer and the length of each row, on the host.
 
@@ -70,8 +79,7 @@ class KVCache(nn.Module):
         Raises:
             UserError: unknown kind, or sizes below 1.
         """
-        if kind != "dense":
-            raise UserError(f"unknown kind of KV cache {kind!r}", "use dense")
+        check_kind(kind)
         max_length = config.block_size if max_length is None else max_length
         if batch_size < 1 or max_length < 1:
             raise UserError(f"a KV cache needs batch size {batch_size} and length {max_length} of at least 1")
