@@ -67,6 +67,16 @@ def test_same_tensors_and_config_as_the_folder(row: str, tmp_path: Path) -> None
     assert Config.from_hf(file.hf_config()) == Config.from_hf(config)
 
 
+def test_release_lets_pages_go_and_tensors_stay_right(tmp_path: Path) -> None:
+    _, path = convert("llama", tmp_path)
+    file = GGUFFile(path)
+    for name, tensor in {name: file.get(name) for name in file.tensors()}.items():
+        expected = tensor.clone()
+        file.release()
+        assert torch.equal(tensor, expected)
+        assert torch.equal(file.get(name), expected)
+
+
 def test_name_without_the_type_of_the_weights(tmp_path: Path) -> None:
     _, path = convert("llama", tmp_path)
     for name, expected in [

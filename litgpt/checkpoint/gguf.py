@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 from functools import cached_property
 from pathlib import Path
@@ -40,7 +41,7 @@ class GGUFFile:
     def __init__(self, path: str | Path) -> None:
         require("gguf", "reading GGUF files")
         self.path = Path(path)
-        self._metadata, self._stored = self._contents = read_gguf(self.path)
+        self._metadata, self._stored, self._maps = self._contents = read_gguf(self.path)
 
     @property
     def name(self) -> str:
@@ -91,6 +92,15 @@ class GGUFFile:
         if origin.rows is not None:
             tensor = tensor[origin.rows]
         return tensor if origin.transform is None else origin.transform(tensor)
+
+    def release(self) -> None:
+        """Let the pages that were read so far leave memory; tensors over them stay usable and read them again.
+
+        Changes that were written to such a tensor are lost.
+        """
+        for mapped in self._maps:
+            if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
+                mapped.madvise(mmap.MADV_DONTNEED)
 
     def tokenizer_files(self) -> dict[str, Any]:
         """`tokenizer.json`, `tokenizer_config.json` and `generation_config.json`, each as a dict.

@@ -31,7 +31,7 @@ class _Facts:
     """Look-ups in the metadata under the architecture's prefix, and in the tensors."""
 
     def __init__(self, contents: GGUFContents) -> None:
-        self.metadata, self.tensors = contents
+        self.metadata, self.tensors = contents.metadata, contents.tensors
         self.arch = str(self.metadata.get("general.architecture", ""))
 
     def get(self, key: str, default: Any = None) -> Any:

@@ -37,10 +37,11 @@ class StoredTensor(NamedTuple):
 
 
 class GGUFContents(NamedTuple):
-    """Everything a GGUF says: metadata by key, tensors by name (bytes are mapped, not read)."""
+    """Everything a GGUF says: metadata by key, tensors by name (bytes are mapped, not read), and the maps."""
 
     metadata: dict[str, Any]
     tensors: dict[str, StoredTensor]
+    maps: tuple[mmap.mmap, ...]
 
 
 def read_gguf(path: Path) -> GGUFContents:
@@ -63,10 +64,12 @@ def read_gguf(path: Path) -> GGUFContents:
     if missing := [part.name for part in parts if not part.is_file()]:
         raise UserError(f"{path} lacks {len(missing)} of its {n_parts} parts: {', '.join(missing)}", "download them")
     first = contents if parts[0] == path else _read_part(parts[0])
-    tensors = dict(first.tensors)
-    for part in parts[1:]:
-        tensors.update(_read_part(part).tensors)
-    return GGUFContents(first.metadata, tensors)
+    tensors, maps = dict(first.tensors), first.maps
+    for path in parts[1:]:
+        part = _read_part(path)
+        tensors |= part.tensors
+        maps += part.maps
+    return GGUFContents(first.metadata, tensors, maps)
 
 
 def _read_part(path: Path) -> GGUFContents:
@@ -74,18 +77,19 @@ def _read_part(path: Path) -> GGUFContents:
         raise UserError(f"{path} is not a file", "check the path of the GGUF file")
     if path.stat().st_size < 24:  # magic, version and the two counts
         raise UserError(f"{path} is no GGUF file: it has only {path.stat().st_size} bytes", "download it again")
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as buffer:
-        header = _Header(path, buffer)
-        metadata = header.read_metadata()
-        table = header.read_tensor_table()
-        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or alignment < 1:
-            raise header.damaged(f"general.alignment is {alignment!r}")
-        start = -(-header.position // alignment) * alignment
-    # Copy-on-write: tensors made from it may be written to without touching the file.
-    data = np.memmap(path, dtype=np.uint8, mode="c")
+    with path.open("rb") as file:
+        # Copy-on-write: torch wants writable memory, and writing to it must not touch the file.
+        buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    header = _Header(path, buffer)
+    metadata = header.read_metadata()
+    table = header.read_tensor_table()
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise header.damaged(f"general.alignment is {alignment!r}")
+    start = -(-header.position // alignment) * alignment
+    data = np.frombuffer(buffer, dtype=np.uint8)
     tensors = {name: _map_tensor(path, data, name, start, entry) for name, entry in table.items()}
-    return GGUFContents(metadata, tensors)
+    return GGUFContents(metadata, tensors, (buffer,))
 
 
 class _TableEntry(NamedTuple):

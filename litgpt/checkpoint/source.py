@@ -86,7 +86,8 @@ class Source(ABC):
         """The names and layouts that this checkpoint uses."""
         return table_for(config.family)
 
-    def release(self) -> None:  # noqa: B027  (nothing to do is a fine answer)
+    @abstractmethod
+    def release(self) -> None:
         """Let what was read so far leave memory where that is possible, but for tensors that are still held."""
 
     @abstractmethod
@@ -224,6 +225,10 @@ class GGUFSource(Source):
             self._last = None  # two would take twice the memory
             self._last = (name, self.file.get(name))
         return self._last[1]
+
+    def release(self) -> None:
+        """Let pages of the mapped file go."""
+        self.file.release()
 
     def close(self) -> None:
         """Let the file go."""
