@@ -17,7 +17,7 @@ from litgpt.checkpoint.hub import resolve
 from litgpt.checkpoint.save import FolderWriter
 from litgpt.checkpoint.source import COMPANIONS, open_source
 from litgpt.config import Config
-from litgpt.errors import UserError
+from litgpt.errors import MissingFileError, UserError
 from litgpt.generate.engine import Engine, Stream
 from litgpt.generate.loading import autocast_dtype, load_weights, with_stops_of
 from litgpt.generate.types import Result, SamplingParams, as_stop_strings
@@ -454,7 +454,7 @@ def _requests(prompt: Any) -> tuple[Sequence[Any], bool]:
 def _trainer_state(path: Path) -> dict[str, torch.Tensor]:
     """The model's tensors in a checkpoint of Lightning's `Trainer`, without the prefix of the module around it."""
     if not path.is_file():
-        raise UserError(f"{path} does not exist")
+        raise MissingFileError(f"{path} does not exist")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
     except Exception as error:  # torch raises many kinds

@@ -14,19 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
-from litgpt.errors import UserError
+from litgpt.errors import MissingFileError, UserError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 MoERouter = Literal["topk_softmax", "softmax_topk", "sigmoid"]
-
-
-class MissingConfigError(UserError, FileNotFoundError):
-    """A checkpoint without a config."""
-
-    def __str__(self) -> str:
-        return ValueError.__str__(self)
 
 
 def find_multiple(n: int, k: int) -> int:
@@ -304,7 +297,7 @@ class Config:
         if path.is_dir() and find(path.name) is not None:
             return cls.from_name(path.name, **kwargs)
         reason = "holds neither model_config.yaml nor config.json" if path.is_dir() else "does not exist"
-        raise MissingConfigError(f"{str(path)!r} {reason}", "give a checkpoint folder or a .gguf file")
+        raise MissingFileError(f"{str(path)!r} {reason}", "give a checkpoint folder or a .gguf file")
 
     def save(self, path: str | Path) -> None:
         """Write `model_config.yaml` so that LitGPT 0.5.13 reads it: what the name implies is left out.
@@ -411,7 +404,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         fields = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise MissingConfigError(f"{path} does not exist") from error
+        raise MissingFileError(f"{path} does not exist") from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, yaml.YAMLError) as error:

@@ -19,6 +19,13 @@ class UserError(ValueError):
         self.hint = hint
 
 
+class MissingFileError(UserError, FileNotFoundError):
+    """A file or folder that is not there; also the kind of error that Python has for it."""
+
+    def __str__(self) -> str:
+        return ValueError.__str__(self)
+
+
 def first_line(error: Exception) -> str:
     """What an error of some library says, short enough to be part of a message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

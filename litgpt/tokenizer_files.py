@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from litgpt.errors import UserError
+from litgpt.errors import MissingFileError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def read_tokenizer_files(path: Path) -> TokenizerFiles:
         return _from_gguf(path)
     if path.exists():
         raise UserError(f"{path} is neither a folder nor a .gguf file", "give the checkpoint's folder")
-    raise UserError(f"{path} does not exist", "check the path")
+    raise MissingFileError(f"{path} does not exist", "check the path")
 
 
 def _from_gguf(path: Path) -> TokenizerFiles:

@@ -84,8 +84,10 @@ def test_signatures_are_those_people_use() -> None:
 def test_load_names_what_does_not_exist(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="nothing-like-this"):
         LLM.load("nothing-like-this", init="random", tokenizer_dir=checkpoint)
-    with pytest.raises(UserError, match="not/here/at/all"):
+    with pytest.raises(FileNotFoundError, match="not/here/at/all"):
         LLM.load("not/here/at/all")
+    with pytest.raises(FileNotFoundError, match="no-folder"):
+        LLM.load("pythia-14m", init="random", tokenizer_dir="no-folder")
     with pytest.raises(UserError, match="no-such-kind"):
         LLM.load(checkpoint, kv_cache="no-such-kind")
     with pytest.raises(UserError, match="init must be"):

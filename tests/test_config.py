@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 import litgpt.config
-from litgpt.config import EXPLICIT, IN_HF_CONFIG, Config, MissingConfigError
-from litgpt.errors import UserError
+from litgpt.config import EXPLICIT, IN_HF_CONFIG, Config
+from litgpt.errors import MissingFileError, UserError
 from tests import tiny
 
 # The fields of LitGPT 0.5.13: its `Config.from_file` refuses any other.
@@ -260,7 +260,7 @@ def test_an_unregistered_folder_names_the_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["missing", "empty", "missing.gguf", "missing.yaml"])
 def test_missing_config(place: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(MissingConfigError) as caught:
+    with pytest.raises(MissingFileError) as caught:
         Config.from_checkpoint(tmp_path / place)
     assert isinstance(caught.value, FileNotFoundError)
     assert isinstance(caught.value, UserError)

@@ -14,7 +14,8 @@ from torch import nn
 from litgpt.checkpoint.hub import CHECKPOINTS, resolve
 from litgpt.checkpoint.source import COMPANIONS, LITGPT_FILE
 from litgpt.checkpoint.torch_file import TorchFile
-from litgpt.config import Config, MissingConfigError
+from litgpt.config import Config
+from litgpt.errors import MissingFileError
 
 if TYPE_CHECKING:
     import lightning as L
@@ -100,7 +101,7 @@ def check_valid_checkpoint_dir(
     if not missing:
         return
     what = f"lacks {', '.join(missing)}" if checkpoint_dir.is_dir() else "is not a folder"
-    error = MissingConfigError(f"{str(checkpoint_dir)!r} {what}", "`litgpt download` fetches a model")
+    error = MissingFileError(f"{str(checkpoint_dir)!r} {what}", "`litgpt download` fetches a model")
     if raise_error:
         raise error
     if verbose:

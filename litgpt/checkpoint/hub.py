@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from litgpt.checkpoint.hub_errors import explained, is_network_down
 from litgpt.checkpoint.transfer import INCOMPLETE, RemoteFile, fetch_all
-from litgpt.errors import UserError
+from litgpt.errors import MissingFileError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def resolve(path_or_repo: str | Path, access_token: str | None = None) -> Path:
         if Path(name).exists():
             raise UserError(f"the download into {name} was interrupted", "run the same `litgpt download` again")
         hint = _spelling_hint(name, "give an existing path, or a repository id as org/name to download it")
-        raise UserError(f"{name!r} does not exist, neither here nor in {CHECKPOINTS.name}/", hint)
+        raise MissingFileError(f"{name!r} does not exist, neither here nor in {CHECKPOINTS.name}/", hint)
     folder, quant = CHECKPOINTS / match["repo"], match["quant"]
     if quant is None or not list(folder.glob(f"*{quant}*.gguf")):
         folder = download_repo(match["repo"], folder, access_token, quant=quant)

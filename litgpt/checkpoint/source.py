@@ -21,7 +21,7 @@ from litgpt.checkpoint.tables import LITGPT, Table, table_for
 from litgpt.checkpoint.torch_file import TorchFile
 from litgpt.checkpoint.types import TensorInfo
 from litgpt.config import Config
-from litgpt.errors import UserError
+from litgpt.errors import MissingFileError, UserError
 
 if TYPE_CHECKING:
     from litgpt.checkpoint.gguf import GGUFFile
@@ -250,7 +250,7 @@ def open_source(path: str | Path) -> Source:
             return GGUFSource(path)
         raise UserError(f"{path} is not a checkpoint that can be opened", "give a folder or a .gguf file")
     if not path.exists():
-        raise UserError(f"{path} does not exist", "check the path, or download the model first")
+        raise MissingFileError(f"{path} does not exist", "check the path, or download the model first")
     check_manifest(path)
     if (path / LITGPT_FILE).is_file():
         return LitGPTSource(path)

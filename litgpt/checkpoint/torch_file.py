@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from litgpt.checkpoint.types import TensorInfo
-from litgpt.errors import UserError, first_line
+from litgpt.errors import MissingFileError, UserError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def load_tensors_only(path: str | Path) -> Any:
     """
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"{path} is missing", "download or convert it again")
+        raise MissingFileError(f"{path} is missing", "download or convert it again")
     # Files of torch before 1.6 are no zip archives and cannot be mapped.
     can_map = zipfile.is_zipfile(path)
     if not can_map:
