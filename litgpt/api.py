@@ -15,7 +15,7 @@ from torch import nn
 
 from litgpt.checkpoint.hub import resolve
 from litgpt.checkpoint.save import FolderWriter
-from litgpt.checkpoint.source import COMPANIONS, open_source
+from litgpt.checkpoint.source import companions, open_source
 from litgpt.config import Config
 from litgpt.errors import MissingFileError, UserError
 from litgpt.generate.engine import Engine, Stream
@@ -434,7 +434,7 @@ class LLM(nn.Module):
                 with open_source(path) as source:
                     files |= source.companion_files()
             elif path is not None:
-                names = (*COMPANIONS, "config.json")
+                names = [*companions(path), "config.json"]
                 files |= {name: (path / name).read_bytes() for name in names if (path / name).is_file()}
         return files
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from litgpt.checkpoint import hub, transfer
+from litgpt.checkpoint.source import companions
 from litgpt.errors import UserError
 from litgpt.scripts.download import download_from_hub
 from tests.hub_stub import HubStub, hub_for_tests, set_endpoint, set_offline
@@ -205,12 +206,29 @@ def test_shard_that_the_repository_lacks(stub: HubStub) -> None:
     assert not (folder / "model.safetensors").exists()  # only what the index names
 
 
-def test_index_that_points_outside(stub: HubStub) -> None:
+@pytest.mark.parametrize("name", ["../../evil.safetensors", "..\\evil.safetensors", "C:evil.safetensors"])
+def test_index_that_points_outside(name: str, stub: HubStub) -> None:
     files = stub.repos[REPO]
-    files["model.safetensors.index.json"] = json.dumps({"weight_map": {"a": "../../evil.safetensors"}}).encode()
-    files["../../evil.safetensors"] = b"evil"
-    with pytest.raises(UserError, match="lacks"):
+    files["model.safetensors.index.json"] = json.dumps({"weight_map": {"a": name}}).encode()
+    files[name] = b"evil"
+    with pytest.raises(UserError, match="outside of its folder"):
         hub.download_repo(REPO)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"{}", b'{"weight_map": [1]}'])
+def test_index_that_is_none(content: bytes, stub: HubStub) -> None:
+    stub.repos[REPO]["model.safetensors.index.json"] = content
+    with pytest.raises(UserError, match="is no index of weights"):
+        hub.download_repo(REPO)
+
+
+def test_further_chat_templates(stub: HubStub) -> None:
+    name = "additional_chat_templates/tools.jinja"
+    stub.repos[REPO] |= {name: b"{{ tools }}", "additional_chat_templates/../evil.jinja": b"evil"}
+    folder = hub.download_repo(REPO, tokenizer_only=True)
+    assert (folder / name).read_bytes() == b"{{ tools }}"
+    assert name in companions(folder)
+    assert not (folder / "evil.jinja").exists()
 
 
 def test_no_weights(stub: HubStub) -> None:
@@ -228,6 +246,8 @@ def test_one_of_many_gguf_files(stub: HubStub) -> None:
     assert hub.resolve("org/m-gguf") == folder / "m-Q4_K_M.gguf"
     assert files_in(folder) == {"m-Q4_K_M.gguf"}
     assert hub.resolve("org/m-gguf:q8_0") == folder / "m-Q8_0.gguf"
+    (folder / "mmproj-m-Q5_K_M.gguf").write_bytes(b"an encoder of images")
+    assert hub.only_gguf(folder) == folder / "m-Q4_K_M.gguf"
     with pytest.raises(UserError, match=r"'Q3_K' .*m-Q2_K\.gguf"):
         hub.resolve("org/m-gguf:Q3_K")
 

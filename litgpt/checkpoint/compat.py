@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from litgpt.checkpoint.hub import CHECKPOINTS, resolve
-from litgpt.checkpoint.source import COMPANIONS, LITGPT_FILE
+from litgpt.checkpoint.source import LITGPT_FILE, companions
 from litgpt.checkpoint.torch_file import TorchFile
 from litgpt.config import Config
 from litgpt.errors import MissingFileError
@@ -44,10 +44,11 @@ def load_checkpoint(fabric: L.Fabric | None, model: nn.Module, checkpoint_path: 
 
 def copy_config_files(source_dir: str | Path, out_dir: str | Path) -> None:
     """Copy everything but the weights from one checkpoint folder to another: config, tokenizer and prompt format."""
-    for name in ("config.json", "model_config.yaml", *COMPANIONS):
-        path = Path(source_dir) / name
+    for name in ("config.json", "model_config.yaml", *companions(Path(source_dir))):
+        path, target = Path(source_dir) / name, Path(out_dir) / name
         if path.is_file():
-            shutil.copy(path, out_dir)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target)
 
 
 def save_config(config: Config, checkpoint_dir: str | Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from litgpt.checkpoint.gguf_config import build_hf_config
+from litgpt.checkpoint.gguf_config import FLOAT_TYPES, build_hf_config
 from litgpt.checkpoint.gguf_layout import Origin, find_origins
 from litgpt.checkpoint.gguf_reader import read_gguf
 from litgpt.checkpoint.gguf_tokenizer import build_tokenizer_files
@@ -25,7 +25,7 @@ from litgpt.errors import UserError
 _NAME_ENDINGS = re.compile(
     r"([-.](UD-)?(I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|FP?16|FP?32))?(-\d{5}-of-\d{5})?$", re.IGNORECASE
 )
-FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES: dict[str, torch.dtype] = {kind: getattr(torch, name) for kind, name in FLOAT_TYPES.items()}
 
 
 class GGUFFile:
@@ -74,7 +74,7 @@ class GGUFFile:
         infos = {}
         for name, origin in self._origins.items():
             stored = self._stored[origin.stored]
-            infos[name] = TensorInfo(origin.shape(stored), FLOAT_TYPES.get(stored.type_name, torch.float32))
+            infos[name] = TensorInfo(origin.shape(stored), _DTYPES.get(stored.type_name, torch.float32))
         return infos
 
     def get(self, name: str) -> torch.Tensor:
@@ -112,8 +112,8 @@ class GGUFFile:
 
 
 def _to_tensor(data: np.ndarray, type_name: str) -> torch.Tensor:
-    if type_name in FLOAT_TYPES:
-        return torch.from_numpy(data).view(FLOAT_TYPES[type_name])
+    if type_name in _DTYPES:
+        return torch.from_numpy(data).view(_DTYPES[type_name])
     from gguf import GGMLQuantizationType, dequantize
 
     try:

@@ -11,7 +11,7 @@ import logging
 import re
 import shutil
 from collections.abc import Iterable
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from litgpt.checkpoint.hub_errors import explained, is_network_down
 from litgpt.checkpoint.transfer import INCOMPLETE, RemoteFile, fetch_all
@@ -28,6 +28,7 @@ _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pth", ".gguf"}
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _TEXT_FILES = re.compile(
     r"tokenizer[\w.-]*|vocab\.(json|txt)|merges\.txt|added_tokens\.json|special_tokens_map\.json|chat_template[\w.]*"
+    r"|additional_chat_templates/[\w-]+\.jinja"
     r"|generation_config\.json|config\.json|model_config\.yaml|prompt_style\.yaml"
 )
 # One quantization of many: the usual compromise first, then the next best
@@ -56,7 +57,7 @@ def resolve(path_or_repo: str | Path, access_token: str | None = None) -> Path:
         hint = _spelling_hint(name, "give an existing path, or a repository id as org/name to download it")
         raise MissingFileError(f"{name!r} does not exist, neither here nor in {CHECKPOINTS.name}/", hint)
     folder, quant = CHECKPOINTS / match["repo"], match["quant"]
-    if quant is None or not list(folder.glob(f"*{quant}*.gguf")):
+    if quant is None or not any(quant.lower() in file.name.lower() for file in folder.glob("*.gguf")):
         folder = download_repo(match["repo"], folder, access_token, quant=quant)
     return only_gguf(folder, quant) or folder
 
@@ -127,22 +128,31 @@ def choose_weights(names: Iterable[str], folder: Path | None = None, quant: str 
         quant: part of the name of the .gguf file to take; it also prefers .gguf files to other formats.
     """
     top = sorted(name for name in names if "/" not in name)
-    gguf = _choose_gguf([name for name in top if name.endswith(".gguf") and not name.startswith("mmproj")], quant)
+    gguf = _choose_gguf([name for name in top if name.endswith(".gguf")], quant)
     if quant is not None:
         return gguf
     if "lit_model.pth" in top:
         return ["lit_model.pth"]
     for single, index in zip(("model.safetensors", "pytorch_model.bin"), _INDEXES, strict=True):
         if index in top and folder is not None:
-            shards = json.loads((folder / index).read_text(encoding="utf-8")).get("weight_map", {})
-            return sorted(set(shards.values()))
+            return _named_by(folder / index)
         if single in top:
             return [single]
     return gguf
 
 
+def _named_by(index: Path) -> list[str]:
+    """The files that an index of shards names."""
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return sorted({str(file) for file in weight_map.values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index} is no index of weights: {type(error).__name__}: {error}", "tell its owner") from error
+
+
 def _choose_gguf(names: list[str], quant: str | None) -> list[str]:
-    """One .gguf file, or several if it is split."""
+    """One .gguf file, or several if it is split; none of those that hold only the encoder of images."""
+    names = [name for name in names if not name.startswith("mmproj")]
     for wanted in (quant,) if quant is not None else _QUANTS:
         found = [name for name in names if wanted.lower() in name.lower()]
         if found:
@@ -183,7 +193,9 @@ def _fetch_weights(
 
 
 def _lookup(files: dict[str, RemoteFile], name: str, repo_id: str) -> RemoteFile:
-    if name not in files or ".." in PurePosixPath(name).parts:
+    if PureWindowsPath(name).name != name:  # knows the separators of every system
+        raise UserError(f"the index of {repo_id} names a file outside of its folder: {name}", "do not use it")
+    if name not in files:
         raise UserError(
             f"{repo_id} lacks {name}, which its index lists", "the repository is incomplete; tell its owner"
         )

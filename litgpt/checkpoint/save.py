@@ -137,7 +137,7 @@ def check_manifest(folder: str | Path, hashes: bool = False) -> None:
             raise UserError(f"{path} is missing, but {MANIFEST} lists it", hint)
         if path.stat().st_size != entry["size"]:
             raise UserError(f"{path} has {path.stat().st_size} bytes, but {MANIFEST} says {entry['size']}", hint)
-        if hashes and _sha256(path) != entry["sha256"]:
+        if hashes and hash_file(path) != entry["sha256"]:
             raise UserError(f"the content of {path} is not what {MANIFEST} says: it was changed or damaged", hint)
 
 
@@ -145,16 +145,22 @@ def _as_json(value: Any) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
 
 
-def _describe(path: Path) -> dict[str, Any]:
-    return {"size": path.stat().st_size, "sha256": _sha256(path)}
+def hash_file(path: Path, digest: Any = None) -> str:
+    """Hexadecimal hash of a file's content.
 
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
+    Args:
+        path: the file.
+        digest: a `hashlib` object to continue; a new sha256 when None.
+    """
+    digest = hashlib.sha256() if digest is None else digest
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    return {"size": path.stat().st_size, "sha256": hash_file(path)}
 
 
 def _umask() -> int:

