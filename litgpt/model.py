@@ -355,20 +355,24 @@ class GPT(nn.Module):
         n_tokens = idx.size(1)
         if pos.size(0) not in (1, idx.size(0)) or pos.size(1) != n_tokens:
             raise ValueError(f"input_pos {tuple(input_pos.shape)} does not fit tokens {tuple(idx.shape)}")
-        start = None
-        if not pos.is_cuda and not torch.compiler.is_compiling():  # no device to wait for: the host may look
-            first, last = pos[:, 0].tolist(), pos[:, -1].tolist()
-            maxp1 = max(last) + 1
-            if min(first) < 0:
-                raise ValueError(f"input_pos must not be negative, got {min(first)}")
-            if n_tokens > 1 and not bool((pos.diff(dim=1) == 1).all()):
-                raise ValueError(f"input_pos must be contiguous within a row, got {first} to {last}")
-            start = first[0] if len(set(first)) == 1 else None
-        if maxp1 is not None and maxp1 > cache.max_length:
-            raise ValueError(f"position {maxp1 - 1} is outside the KV cache of {cache.max_length} positions")
+        if pos.is_cuda or torch.compiler.is_compiling():  # the positions are not looked at: no wait for the device
+            if maxp1 is not None and maxp1 > cache.max_length:
+                raise ValueError(f"position {maxp1 - 1} is outside the KV cache of {cache.max_length} positions")
+            return cache, Step(pos, pos[:, -1] + 1, live=maxp1)
+        first, last = pos[:, 0].tolist(), pos[:, -1].tolist()
+        if min(first) < 0:
+            raise ValueError(f"input_pos must not be negative, got {min(first)}")
+        if n_tokens > 1 and not bool((pos.diff(dim=1) == 1).all()):
+            raise ValueError(f"input_pos must be contiguous within a row, got {first} to {last}")
+        if max(last) >= cache.max_length:
+            raise ValueError(f"position {max(last)} is outside the KV cache of {cache.max_length} positions")
+        starts = first * (idx.size(0) // len(first))
+        cache.move_to(starts)
+        start = starts[0] if len(set(starts)) == 1 else None
         if start is not None:
             pos = pos[:1]
-        return cache, Step(pos, pos[:, -1] + 1, live=maxp1, start=start, fresh=start == 0)
+        lengths = [s + n_tokens for s in starts] + cache.lengths[len(starts) :]
+        return cache, Step(pos, pos[:, -1] + 1, max(last) + 1, start, fresh=start == 0, lengths=lengths)
 
 
 def _match_tie(model: GPT, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

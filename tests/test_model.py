@@ -160,6 +160,26 @@ def test_cache_misuse_is_one_clear_error() -> None:
 
 
 @torch.no_grad()
+def test_input_pos_goes_back_only_as_far_as_is_exact() -> None:
+    """A ring that wrapped has overwritten what an earlier position would see; a gap was never written."""
+    _, model = tiny_pair("mistral_window")
+    x = ids(1, 40)
+    model.set_kv_cache(1, max_seq_length=40)
+    try:
+        with pytest.raises(ValueError, match="position 3 would leave a gap"):
+            model(x[:, 3:4], input_pos=torch.tensor([3]))
+        model(x[:, :38], input_pos=torch.arange(38))
+        with pytest.raises(ValueError, match="can go back 16 of them exactly"):
+            model(x[:, 12:13], input_pos=torch.tensor([12]))
+        again = model(x[:, 30:38], input_pos=torch.arange(30, 38))
+        torch.testing.assert_close(again, model(x[:, :38])[:, 30:], atol=1e-5, rtol=0)
+        assert model.kv_cache is not None
+        assert model.kv_cache.lengths == [38]
+    finally:
+        model.clear_kv_cache()
+
+
+@torch.no_grad()
 def test_token_ids_beyond_the_embedding() -> None:
     model, x = toy(), ids(1, 5)
     x[0, 3] = 50

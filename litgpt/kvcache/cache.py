@@ -183,6 +183,27 @@ class KVCache(nn.Module):
         for row in range(self.batch_size):
             self.reset_row(row)
 
+    def move_to(self, starts: Sequence[int]) -> None:
+        """Take the first rows to given lengths, for a caller that thinks in positions: 0 starts a new sequence.
+
+        Raises:
+            ValueError: a row is shorter than that, or cannot be taken back that far exactly; nothing is changed then.
+        """
+        for row, start in enumerate(starts):
+            length = self.lengths[row]
+            if start > length:
+                raise ValueError(f"row {row} holds {length} tokens: position {start} would leave a gap")
+            if start and length - start > (limit := self.max_rewind(row)):
+                raise ValueError(
+                    f"row {row} holds {length} tokens and can go back {limit} of them exactly, not to position {start}"
+                )
+        for row, start in enumerate(starts):
+            if start == 0:
+                self.reset_row(row)
+            elif start < self.lengths[row]:
+                self._forget(row, start, self.lengths[row])
+                self.lengths[row] = start
+
     def _forget(self, row: int, start: int, stop: int) -> None:
         if stop > start:
             for layer in self._layer_caches():
