@@ -92,13 +92,27 @@ def pick_device(device: str | torch.device | None = None) -> torch.device:
         chosen = torch.device("cuda" if device == "gpu" else device)
     except RuntimeError:
         raise UserError(f"there is no device named {device!r}", "use auto, cpu, cuda, cuda:N or mps") from None
-    count = torch.cuda.device_count() if chosen.type == "cuda" else 1
-    if (chosen.index or 0) >= count:
-        found = f"{count} CUDA devices are visible" if count else "no CUDA device is visible to this build of torch"
-        raise UserError(f"device {str(device)!r} is not available: {found}", "use --device cpu or --device auto")
-    if chosen.type == "mps" and not torch.backends.mps.is_available():
-        raise UserError("device 'mps' is not available here", "use --device cpu or --device auto")
+    if reason := _why_missing(chosen):
+        raise UserError(f"device {str(device)!r} is not available: {reason}", "use --device cpu or --device auto")
     return chosen
+
+
+def _why_missing(device: torch.device) -> str:
+    """Why a device cannot be used; empty when it can."""
+    import torch
+
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if not count:
+            return "no CUDA device is visible to this build of torch"
+        return f"{count} CUDA devices are visible" if (device.index or 0) >= count else ""
+    if device.type == "meta":
+        return "it holds no numbers"
+    try:
+        torch.empty(0, device=device)
+    except Exception:  # each backend has its own kind of error
+        return "this machine or this build of torch has none"
+    return ""
 
 
 def computes_in_bf16(device: torch.device) -> bool:

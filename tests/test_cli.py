@@ -400,6 +400,8 @@ def test_device_and_precision() -> None:
     for call in (
         lambda: pick_device("tpu9"),
         lambda: pick_device("cuda:99"),
+        lambda: pick_device("xla"),
+        lambda: pick_device("meta"),
         lambda: pick_precision("bf17", cpu),
         lambda: parse_dtype("int8"),
         lambda: parse_dtype("nn"),

@@ -161,14 +161,11 @@ def check_vocabulary(checkpoint: Checkpoint) -> str:
 
 def check_memory(checkpoint: Checkpoint) -> str:
     """How much memory the model needs."""
-    import torch
-
+    from litgpt.checkpoint.plan import build_empty
     from litgpt.model import GPT
     from litgpt.runtime import num_parameters, parse_dtype
 
-    with torch.device("meta"):
-        model = GPT(_needed(checkpoint.config, "the architecture is not known"))
-    count = num_parameters(model)
+    count = num_parameters(build_empty(GPT, _needed(checkpoint.config, "the architecture is not known")))
     # Training holds a gradient and two states of AdamW beside each weight.
     copies = 4 if checkpoint.training else 1
     gigabytes = count * parse_dtype(checkpoint.dtype).itemsize * copies / 1e9
