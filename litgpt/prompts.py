@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from litgpt.checkpoint.save import atomic_write
 from litgpt.config import Config
 from litgpt.errors import UserError
 from litgpt.prompt_styles import formats
@@ -118,15 +119,23 @@ def _merge_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, An
 def save_prompt_style(style: str | PromptStyle, checkpoint_dir: Path) -> None:
     """Write `prompt_style.yaml`, so that whatever uses the checkpoint later formats prompts the same way.
 
+    The checkpoint's own chat template, as it is, needs no file: it is what is used without one, and LitGPT 0.5.13 has
+    no style of that name.
+
     Args:
         style: a name or an instance.
         checkpoint_dir: folder of the checkpoint.
     """
     style = PromptStyle.from_name(style) if isinstance(style, str) else style
+    file = Path(checkpoint_dir) / "prompt_style.yaml"
+    if isinstance(style, ChatTemplate) and not style.init_args():
+        file.unlink(missing_ok=True)
+        return
     content: dict[str, Any] = {"class_path": _class_path(type(style))}
     if init_args := style.init_args():
         content["init_args"] = init_args
-    (Path(checkpoint_dir) / "prompt_style.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+    with atomic_write(file) as path:
+        path.write_text(yaml.safe_dump(content), encoding="utf-8")
 
 
 def load_prompt_style(checkpoint_dir: Path, tokenizer: Tokenizer | None = None) -> PromptStyle:

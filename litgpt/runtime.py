@@ -180,6 +180,6 @@ def parse_dtype(name: str) -> torch.dtype:
     import torch
 
     dtype = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise UserError(f"{name!r} is not a floating-point type", "use float32, bfloat16 or float16")
+    if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise UserError(f"{name!r} is not a type that weights are computed in", "use float32, bfloat16 or float16")
     return dtype

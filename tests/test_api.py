@@ -16,6 +16,7 @@ from litgpt.errors import UserError
 from litgpt.generate import engine as engine_module
 from litgpt.generate.types import Result
 from litgpt.model import GPT
+from litgpt.prompts import PromptStyle
 from tests.tiny_text import EOS, VOCAB_SIZE, ScriptedModel, tiny_config, write_tokenizer
 
 
@@ -297,12 +298,20 @@ def test_logits_and_loss_are_not_in_half_precision(checkpoint: Path, llm: LLM, p
 
 def test_save_and_load(llm: LLM, tmp_path: Path) -> None:
     llm.save(tmp_path)
-    for name in ("lit_model.pth", "model_config.yaml", "prompt_style.yaml", "tokenizer.json", "tokenizer_config.json"):
+    for name in ("lit_model.pth", "model_config.yaml", "tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / name).is_file()
-    assert yaml.safe_load((tmp_path / "prompt_style.yaml").read_text(encoding="utf-8"))["class_path"]
     again = LLM.load(tmp_path, device="cpu", precision="32-true")
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in llm.state_dict().items())
     assert again.generate("Hi", seed=4) == llm.generate("Hi", seed=4)
+
+
+def test_save_names_the_prompt_style(llm: LLM, tmp_path: Path) -> None:
+    """By its class; the checkpoint's own template is what is used without the file, and LitGPT has no name for it."""
+    llm.save(tmp_path, prompt_style=PromptStyle.from_name("alpaca"))
+    written = yaml.safe_load((tmp_path / "prompt_style.yaml").read_text(encoding="utf-8"))
+    assert written == {"class_path": "litgpt.prompts.Alpaca"}
+    llm.save(tmp_path)
+    assert not (tmp_path / "prompt_style.yaml").exists()
 
 
 @pytest.mark.parametrize("part", ["Config.save", "save_prompt_style"])

@@ -155,3 +155,9 @@ def test_editing_a_configuration_file_is_allowed(tmp_path: Path) -> None:
 def test_other_peoples_manifests_are_ignored(tmp_path: Path, content: str) -> None:
     (tmp_path / MANIFEST).write_text(content, encoding="utf-8")
     check_manifest(tmp_path)
+
+
+def test_damaged_manifest(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"complete": true, "files": {"model.safetensors": {}}}', encoding="utf-8")
+    with pytest.raises(UserError, match="damaged"):
+        check_manifest(tmp_path)

@@ -130,6 +130,8 @@ def check_manifest(folder: str | Path, hashes: bool = False) -> None:
     if not manifest["complete"]:
         raise UserError(f"{folder} is half written: the command that was writing it did not finish", hint)
     for name, entry in manifest["files"].items():
+        if not isinstance(entry, dict) or not {"size", "sha256"} <= entry.keys():
+            raise UserError(f"{folder / MANIFEST} is damaged: it does not say the size and hash of {name!r}", hint)
         path = folder / name
         if not (hashes or name.endswith(_WEIGHT_SUFFIXES)):
             continue
