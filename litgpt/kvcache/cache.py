@@ -13,7 +13,8 @@ import torch.nn as nn
 from litgpt.attention import Step
 from litgpt.errors import UserError
 from litgpt.kvcache.base import LayerCache, LayerSpec
-from litgpt.kvcache.exact import ExactCache
+from litgpt.kvcache.policies import POLICIES
+from litgpt.kvcache.spec import CacheKind
 
 if TYPE_CHECKING:
     from litgpt.config import Config
@@ -40,7 +41,7 @@ class KVCache(nn.Module):
     ) -> None:
         super().__init__()
         device = torch.device(device) if device is not None else torch.get_default_device()
-        self.layers = nn.ModuleList(ExactCache(spec, batch_size, dtype, device) for spec in specs)
+        self.layers = nn.ModuleList(POLICIES[spec.policy](spec, batch_size, dtype, device) for spec in specs)
         self.batch_size = batch_size
         self.max_length = max(spec.max_length for spec in specs)
         self.device = device
@@ -61,7 +62,7 @@ class KVCache(nn.Module):
 
         Args:
             config: the model's description.
-            kind: "dense": exact for this model, with rings in its sliding layers.
+            kind: "dense": exact for this model, with rings in its sliding layers; others see `litgpt.kvcache.spec`.
             batch_size: rows.
             max_length: longest row in tokens, default the model's context.
             dtype: element type of the buffers, default torch's.
@@ -70,12 +71,11 @@ class KVCache(nn.Module):
         Raises:
             UserError: unknown kind, or sizes below 1.
         """
-        if kind != "dense":
-            raise UserError(f"unknown kind of KV cache {kind!r}", "use dense")
+        parsed = CacheKind.parse(kind)
         max_length = config.block_size if max_length is None else max_length
         if batch_size < 1 or max_length < 1:
             raise UserError(f"a KV cache needs batch size {batch_size} and length {max_length} of at least 1")
-        specs = [LayerSpec.from_config(config, i, max_length) for i in range(config.n_layer)]
+        specs = [LayerSpec.from_config(config, i, max_length, kind=parsed) for i in range(config.n_layer)]
         return cls(specs, batch_size, dtype, device)
 
     @classmethod
@@ -193,6 +193,15 @@ class KVCache(nn.Module):
         for name, buffer in self.named_buffers():
             buffer[row].copy_(state["buffers"][name])
         self.lengths[row], self._high[row] = state["length"], state["high"]
+
+    @property
+    def relative_length(self) -> int | None:
+        """Tokens that a cache with relative sinks keeps, None for other kinds.
+
+        Past this length the sinks are seen as if they stood right before the window.
+        """
+        specs = [layer.spec for layer in self._layer_caches() if layer.spec.policy == "sinks"]
+        return specs[0].n_sink + specs[0].window if specs and specs[0].window is not None else None
 
     @property
     def compilable(self) -> bool:

@@ -35,25 +35,32 @@ class PlainStore(nn.Module):
         if not self.alias_v:
             self.register_buffer("v", torch.zeros(*shape, spec.v_dim, dtype=dtype, device=device), persistent=False)
 
-    def write_run(self, start: int, k: torch.Tensor, v: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def write_run(
+        self, start: int, k: torch.Tensor, v: torch.Tensor | None, live: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write `(B, G, T, D)` into the slots from `start` on, the same ones in every row, and `read`."""
         if _tracks_gradient(k):
-            return self.write(torch.arange(start, start + k.size(2), device=k.device).unsqueeze(0), k, v)
+            return self.write(torch.arange(start, start + k.size(2), device=k.device).unsqueeze(0), k, v, live)
         keys, values = self.read(k)
         keys.narrow(2, start, k.size(2)).copy_(k)
         if v is not None:
             values.narrow(2, start, v.size(2)).copy_(v)
         return keys, values
 
-    def write(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def write(
+        self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, live: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write `(B, G, T, D)` into `slots`, `(B or 1, T)` or `(B, G, T)`, and `read`."""
         self.k = _put(self.k, slots, k)
         if v is not None:
             self.v = _put(self.v, slots, v)
         return self.read(k)
 
-    def read(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The whole buffers, the slot for padding included, of as many rows as `like` has."""
+    def read(self, like: torch.Tensor, live: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The whole buffers, the slot for padding included, of as many rows as `like` has.
+
+        A store that has to compute what it returns may leave out the slots from `live` on.
+        """
         k = _rows(self.k, like)
         return k, k[..., : self.v_dim] if self.alias_v else _rows(self.v, like)
 
@@ -81,3 +88,6 @@ def _put(buffer: torch.Tensor, slots: torch.Tensor, x: torch.Tensor) -> torch.Te
     if _tracks_gradient(x) or buffer.requires_grad:
         return buffer.scatter(2, index, x)  # earlier steps saved the old buffer for their backward pass
     return buffer.scatter_(2, index, x)
+
+
+STORES: dict[str, type[PlainStore]] = {"plain": PlainStore}
