@@ -37,6 +37,7 @@ class KVView(NamedTuple):
         key: names this layout of positions within a step, so that layers share masks. None: do not share.
         window: window in tokens that the cache imposes on top of the layer's own.
         relative_sinks: sinks are seen as if they stood right before the window (positions inside the cache).
+        holes: slots below `live` may be empty, so the lengths do not tell that all of them are visible.
     """
 
     k: torch.Tensor
@@ -47,6 +48,7 @@ class KVView(NamedTuple):
     key: Hashable = None
     window: int | None = None
     relative_sinks: bool = False
+    holes: bool = False
 
 
 @dataclass
@@ -162,7 +164,9 @@ def attend(
 def _all_visible(view: KVView, step: Step, window: int | None) -> bool:
     """Whether the host knows that the one query a row sees every live slot."""
     start = step.start
-    return start is not None and view.live == start + 1 and (window is None or start < window)
+    if start is None or view.holes:
+        return False
+    return view.live == start + 1 and (window is None or start < window)
 
 
 def narrower(a: int | None, b: int | None) -> int | None:

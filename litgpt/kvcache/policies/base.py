@@ -54,14 +54,14 @@ class EvictingCache(LayerCache):
     def update(self, k: torch.Tensor, v: torch.Tensor | None, step: Step) -> KVView:
         """Store the new keys and values, then show everything; see `LayerCache.update`."""
         pos = step.pos.unsqueeze(1).expand(k.size(0), k.size(1), -1)  # (B, G, T)
+        self._evict(step)
         if step.size <= self.spec.slack or self.slots >= self.spec.max_length:
-            self._evict(step)
             slots = self._free_slots(pos >= 0)
             live = None if step.live is None else min(step.live, self.slots)
             keys, values = self.store.write(slots, k, v, live)
             self.pos.scatter_(2, slots, pos)
             self.score.scatter_(2, slots, torch.zeros_like(pos, dtype=self.score.dtype))
-            return KVView(keys, values, self.pos, live)
+            return KVView(keys, values, self.pos, live, holes=self._may_be_over(step))
         self._chunk = (k, v)
         chunk_v = k[..., : self.spec.v_dim] if v is None else v
         if step.fresh:
@@ -98,10 +98,16 @@ class EvictingCache(LayerCache):
 
     def _evict(self, step: Step) -> None:
         """Leave at most `budget` tokens in each row that gets new ones."""
-        if self.slots <= self.budget or (step.live is not None and step.live - 1 <= self.budget):
-            return  # no row can hold more
+        if not self._may_be_over(step):
+            return
         is_active = (step.pos >= 0).any(dim=1)[:, None, None]
         self.pos.masked_fill_(~self._best(self.score, self.pos) & is_active, -1)
+
+    def _may_be_over(self, step: Step) -> bool:
+        """Whether the host cannot rule out that, before the step, some row has held more than `budget` tokens."""
+        if step.fresh or self.slots <= self.budget:
+            return False
+        return step.live is None or step.live - 1 > self.budget
 
     def _best(self, score: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
         """Mask of the `budget` tokens with the highest scores, the later one of equals."""
@@ -125,6 +131,7 @@ class EvictingCache(LayerCache):
     def forget(self, row: int, start: int, stop: int) -> None:
         """Empty a row; see `LayerCache.forget`."""
         assert start == 0, "an evicting cache forgets whole rows"
+        self._chunk = None  # a forward pass that failed has left it
         self.pos[row] = -1
         self.score[row] = 0
         self.store.forget(row, slice(0, self.slots))

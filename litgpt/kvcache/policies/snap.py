@@ -25,14 +25,15 @@ class Snap(EvictingCache):
 
     def rescore(self, score: torch.Tensor, sums: torch.Tensor, pos: torch.Tensor, step: Step) -> torch.Tensor:
         """Votes of the last queries of a chunk, pooled over neighbouring positions; single tokens do not vote."""
+        is_newest = (pos == step.pos.amax(dim=1)[:, None, None]) & (pos >= 0)
+        with_generated = torch.where(is_newest, GENERATED + pos, score)
         if step.size == 1:
-            generated = (pos == step.pos.unsqueeze(1)) & (pos >= 0)
-            return torch.where(generated, GENERATED + pos, score)
+            return with_generated
         order = pos.argsort(dim=-1, stable=True)  # neighbours in the text, not in the slots
         votes = sums.masked_fill(pos < 0, 0).gather(-1, order)
         pooled = F.max_pool1d(votes, POOL, stride=1, padding=POOL // 2)
         pooled = torch.zeros_like(votes).scatter_(-1, order, pooled)
         # the voters themselves are needed to go on
         voters = pos >= step.end[:, None, None] - OBSERVED
-        is_active = (step.pos >= 0).any(dim=1)[:, None, None]
-        return torch.where(is_active, torch.where(voters, GENERATED - 1, pooled), score)
+        is_chunk = (step.pos >= 0).sum(dim=1)[:, None, None] > 1  # others of the batch may have one token, or none
+        return torch.where(is_chunk, torch.where(voters, GENERATED - 1, pooled), with_generated)
