@@ -12,7 +12,8 @@ import torch
 import torch.nn as nn
 
 from litgpt.attention import KVView, Step
-from litgpt.kvcache.spec import EVICTING, CacheKind
+from litgpt.kvcache.registry import EXACT
+from litgpt.kvcache.spec import CacheKind
 from litgpt.kvcache.storage import STORES
 
 if TYPE_CHECKING:
@@ -34,9 +35,9 @@ class LayerSpec:
         n_sink: first positions that are kept beside the window.
         slack: tokens a ring holds beyond its window, so that a chunk is written before it is attended to.
         alias_v: values are the first `v_dim` elements of the keys, in one buffer.
-        policy: what is kept when not everything fits, one of `spec.POLICIES`.
+        policy: what is kept when not everything fits, one of `registry.POLICIES`.
         budget: tokens that an evicting policy keeps.
-        store: how it is stored, one of `spec.STORES`.
+        store: how it is stored, one of `registry.STORES`.
     """
 
     groups: int
@@ -93,7 +94,7 @@ class LayerSpec:
         if window is None and kind.policy in ("window", "sinks"):
             window = kind.budget
             options |= {"policy": kind.policy, "n_sink": kind.n_sink}
-        elif window is None and kind.policy in EVICTING:
+        elif window is None and kind.policy not in EXACT:
             options |= {"policy": kind.policy, "budget": kind.budget}
         if config.latent_attention is not None:
             k_dim = config.kv_lora_rank + config.qk_rope_head_dim

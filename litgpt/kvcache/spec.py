@@ -7,11 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from litgpt.errors import UserError
-
-POLICIES = ("dense", "window", "sinks", "h2o", "snap", "tova")
-STORES = ("plain", "int8", "int4", "offload")
-EVICTING = ("h2o", "snap", "tova")
-USAGE = "use dense, window:N, sinks:S+N, h2o:N, snap:N or tova:N, and after a comma int8, int4 or offload"
+from litgpt.kvcache.registry import POLICIES, STORES, usage
 
 
 @dataclass(frozen=True)
@@ -19,10 +15,10 @@ class CacheKind:
     """What is kept (the policy) and how it is stored.
 
     Attributes:
-        policy: one of `POLICIES`.
+        policy: one of `registry.POLICIES`.
         budget: tokens kept in a global layer, None for all.
         n_sink: first tokens kept beside the budget.
-        store: one of `STORES`.
+        store: one of `registry.STORES`.
     """
 
     policy: str = "dense"
@@ -43,16 +39,16 @@ class CacheKind:
             name, _, argument = part.partition(":")
             if name in STORES[1:]:
                 if argument:
-                    raise UserError(f"KV cache {text!r}: {name} takes no number", USAGE)
+                    raise UserError(f"KV cache {text!r}: {name} takes no number", usage())
                 if store is not None:
-                    raise UserError(f"KV cache {text!r} names two ways to store: {store} and {name}", USAGE)
+                    raise UserError(f"KV cache {text!r} names two ways to store: {store} and {name}", usage())
                 store = name
             elif name in POLICIES:
                 if policy is not None:
-                    raise UserError(f"KV cache {text!r} names two policies: {policy[0]} and {name}", USAGE)
+                    raise UserError(f"KV cache {text!r} names two policies: {policy[0]} and {name}", usage())
                 policy = (name, *_numbers(text, name, argument))
             else:
-                raise UserError(f"unknown kind of KV cache {part!r}", USAGE)
+                raise UserError(f"unknown kind of KV cache {part!r}", usage())
         chosen, budget, n_sink = policy or ("dense", None, 0)
         return cls(chosen, budget, n_sink, store or "plain")
 
@@ -68,12 +64,12 @@ def _numbers(text: str, name: str, argument: str) -> tuple[int | None, int]:
     """Budget and number of sinks."""
     if name == "dense":
         if argument:
-            raise UserError(f"KV cache {text!r}: dense takes no number, it keeps everything", USAGE)
+            raise UserError(f"KV cache {text!r}: dense takes no number, it keeps everything", usage())
         return None, 0
     sinks, plus, budget = argument.partition("+") if name == "sinks" else ("0", "+", argument)
     if not plus or not sinks.isascii() or not sinks.isdigit() or not budget.isascii() or not budget.isdigit():
         wanted = "sinks:4+1020" if name == "sinks" else f"{name}:1024"
         raise UserError(f"KV cache {text!r}: {name} needs how many tokens to keep", f"for example {wanted}")
     if int(budget) < 1 or (name == "sinks" and int(sinks) < 1):
-        raise UserError(f"KV cache {text!r}: {name} must keep at least 1 token", USAGE)
+        raise UserError(f"KV cache {text!r}: {name} must keep at least 1 token", usage())
     return int(budget), int(sinks)
