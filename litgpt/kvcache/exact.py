@@ -69,16 +69,15 @@ class ExactCache(LayerCache):
 
         A chunk longer than the slack would overwrite positions that its own first queries still see.
         """
-        spec = self.spec
-        chunk_v = k[..., : spec.v_dim] if v is None else v
+        chunk_k, chunk_v = self.store.as_stored(k, v)
         if step.fresh:
-            view = self._view(k, chunk_v, step.pos.unsqueeze(1), step.size, "chunk")
+            view = self._view(chunk_k, chunk_v, step.pos.unsqueeze(1), step.size, "chunk")
         else:
             # copies: the store is about to be overwritten, and gradients may still need what it held
             old_k, old_v = self.store.read(k)
             old_pos = self.slot_pos(step.begin)
             view = self._view(
-                torch.cat((old_k, k.to(old_k.dtype)), dim=2),
+                torch.cat((old_k, chunk_k.to(old_k.dtype)), dim=2),
                 torch.cat((old_v, chunk_v.to(old_v.dtype)), dim=2),
                 torch.cat((old_pos, step.pos.unsqueeze(1).expand(old_pos.size(0), -1, -1)), dim=2),
                 None,

@@ -63,12 +63,12 @@ class EvictingCache(LayerCache):
             self.score.scatter_(2, slots, torch.zeros_like(pos, dtype=self.score.dtype))
             return KVView(keys, values, self.pos, live, holes=self._may_be_over(step))
         self._chunk = (k, v)
-        chunk_v = k[..., : self.spec.v_dim] if v is None else v
+        chunk_k, chunk_v = self.store.as_stored(k, v)
         if step.fresh:
-            return KVView(k, chunk_v, step.pos.unsqueeze(1), step.size, key="chunk")
+            return KVView(chunk_k, chunk_v, step.pos.unsqueeze(1), step.size, key="chunk")
         old_k, old_v = self.store.read(k)
         return KVView(
-            torch.cat((old_k, k.to(old_k.dtype)), dim=2),
+            torch.cat((old_k, chunk_k.to(old_k.dtype)), dim=2),
             torch.cat((old_v, chunk_v.to(old_v.dtype)), dim=2),
             torch.cat((self.pos, pos), dim=2),
         )
