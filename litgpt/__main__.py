@@ -47,6 +47,10 @@ COMMANDS = {
         "Continue a prompt with a model: a folder, a .gguf file or a repository id.",
         fallback="litgpt.scripts.demo:find_demo_model",
     ),
+    "generate_speculatively": Command(
+        "litgpt.generate.speculative_decoding:main",
+        "Continue a prompt with a model, faster, with the help of a smaller one.",
+    ),
     "validate": Command("litgpt.scripts.validate:validate_setup", "Check that a checkpoint is complete and usable."),
     "version": Command("litgpt.cli:version", "Show the versions of litgpt and of what it runs on."),
 }

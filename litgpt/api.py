@@ -20,8 +20,9 @@ from litgpt.config import Config
 from litgpt.errors import MissingFileError, UserError
 from litgpt.generate.engine import Engine, Stream
 from litgpt.generate.loading import autocast_dtype, load_weights, with_stops_of
+from litgpt.generate.speculative import Speculation
 from litgpt.generate.types import Result, SamplingParams, as_stop_strings
-from litgpt.kvcache import check_kind
+from litgpt.kvcache import CacheKind
 from litgpt.model import GPT
 from litgpt.prompts import PromptStyle, choose_prompt_style, encode_prompt, save_prompt_style
 from litgpt.runtime import pick_device, pick_precision, weight_dtype
@@ -123,7 +124,7 @@ class LLM(nn.Module):
         Raises:
             UserError: the model does not exist or cannot be read, or a setting is unknown.
         """
-        check_kind(kv_cache)
+        CacheKind.parse(kv_cache)
         path: Path | None = None
         if init == "pretrained":
             path = resolve(model, access_token=access_token)
@@ -251,6 +252,7 @@ class LLM(nn.Module):
         stop: str | Sequence[str] | None = None,
         logprobs: int | None = None,
         return_details: bool = False,
+        speculate: str | None = None,
     ) -> Any:
         """Answer a request.
 
@@ -270,6 +272,8 @@ class LLM(nn.Module):
             stop: a text or texts that end the answer and are not part of it.
             logprobs: with `return_details`, log-probabilities of the tokens and of this many likeliest ones.
             return_details: give `Result` records; with `stream`, the engine's `Stream` of events.
+            speculate: "lookup" or "lookup:N": draft up to N tokens by looking for the last ones earlier in the text and
+                check them in one step. Faster where the answer repeats the prompt; chosen as without.
 
         Returns:
             A str, tensor or `Result`; a list of them for a list of requests; or an iterator.
@@ -291,7 +295,7 @@ class LLM(nn.Module):
         params = with_stops_of(self.prompt_style, self.tokenizer, params)
         requests, several = _requests(prompt)
         prompts = [encode_prompt(self.tokenizer, self.prompt_style, item, sys_prompt=sys_prompt) for item in requests]
-        engine = self._engine()
+        engine = self._engine(None if speculate is None else Speculation.parse(speculate))
         if stream:
             events = engine.stream(prompts, params)
             if return_details:
@@ -302,7 +306,7 @@ class LLM(nn.Module):
         answers = [self._shape(r, return_as_token_ids, return_details) for r in engine.generate(prompts, params)]
         return answers if several else answers[0]
 
-    def _engine(self) -> Engine:
+    def _engine(self, speculation: Speculation | None = None) -> Engine:
         if self.model is None:
             raise UserError("the model is not loaded yet", "call distribute() or trainer_setup() first")
         fixed = self.fixed_kv_cache_size
@@ -312,6 +316,7 @@ class LLM(nn.Module):
             kv_cache=self.kv_cache,
             max_length=self.model.max_seq_length if fixed == "max_model_supported" else fixed,
             autocast=self._autocast,
+            speculation=speculation,
         )
 
     def _shape(self, result: Result, as_token_ids: bool, details: bool) -> Result | torch.Tensor | str:

@@ -12,7 +12,7 @@ Letters in shapes: B batch, T new tokens, H query heads, G key/value groups, R =
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from litgpt.layers import upcast
 
+SUM_BLOCK = 128  # queries a block when only the sums of weights are wanted
 QUERY_BLOCK = 512  # queries a block where scores are written out: bounds memory at QUERY_BLOCK * S instead of T * S
 
 
@@ -34,6 +35,9 @@ class KVView(NamedTuple):
         live: host integer; slots from `live` on are empty in every row. None: not known on the host.
         n_sink: positions below this are visible whatever the window.
         key: names this layout of positions within a step, so that layers share masks. None: do not share.
+        window: window in tokens that the cache imposes on top of the layer's own.
+        relative_sinks: sinks are seen as if they stood right before the window (positions inside the cache).
+        holes: slots below `live` may be empty, so the lengths do not tell that all of them are visible.
     """
 
     k: torch.Tensor
@@ -42,6 +46,9 @@ class KVView(NamedTuple):
     live: int | None = None
     n_sink: int = 0
     key: Hashable = None
+    window: int | None = None
+    relative_sinks: bool = False
+    holes: bool = False
 
 
 @dataclass
@@ -58,6 +65,7 @@ class Step:
         last: `(B,)` index of each row's last new token, None when that is `T - 1` for every row.
         memo: what layers work out once and share, such as masks.
         size: number of new tokens T, padding included.
+        sink_rope: by layer, the rotation that takes queries to where sinks see them; None without relative sinks.
     """
 
     pos: torch.Tensor
@@ -68,6 +76,7 @@ class Step:
     lengths: list[int] | None = None
     last: torch.Tensor | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict)
+    sink_rope: list[Any] | None = None
 
     def __post_init__(self) -> None:
         self.size = self.pos.size(1)
@@ -113,6 +122,7 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    q_for_sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from `q` to what the view holds. Keys and values are used as stored, never repeated for grouped queries.
 
@@ -124,15 +134,15 @@ def attend(
         window: how many positions back a query sees, itself included; None for all.
         softcap: scores become `softcap * tanh(score / softcap)`.
         sinks: `(H,)` logits of the learned attention sinks.
+        q_for_sinks: `(B, H, T, D)` queries for the positions below `view.n_sink`, where these differ.
 
     Returns:
         `(B, H, T, Dv)`. Rows of padding tokens hold finite values without meaning.
     """
-    k, v, live = view.k, view.v, view.live
-    if live is not None and live < k.size(2):  # cut to the slots that the host knows to be in use
-        k, v = k.narrow(2, 0, live), v.narrow(2, 0, live)
-    if softcap is not None or sinks is not None:
-        return _attend_written_out(q, k, v, step.visible(view, window), scale, softcap, sinks)
+    k, v = _live_slots(view)
+    window = narrower(window, view.window)
+    if softcap is not None or sinks is not None or q_for_sinks is not None:
+        return _attend_written_out(q, k, v, view, step, scale, window, softcap, sinks, q_for_sinks)
     n_batch, n_head, n_queries, size = q.shape
     if n_queries == 1:
         # the heads of a group become its queries, which every kernel takes: (B, G, R, D)
@@ -142,6 +152,8 @@ def attend(
     # all rows start at 0, so slot s holds position s: the causal kernel needs no mask, ragged rows included
     causal = step.fresh and k.size(2) == n_queries and (window is None or n_queries <= window)
     mask = None if causal else step.visible(view, window)
+    if mask is not None and mask.size(1) not in (1, n_head):
+        mask = mask.repeat_interleave(n_head // mask.size(1), dim=1)  # one mask a group, for each of its heads
     width, grouped = v.size(3), n_head != k.size(1)
     if width < size and not grouped:
         v = F.pad(v, (0, size - width))  # equal widths, or the fused kernels step aside
@@ -152,43 +164,127 @@ def attend(
 def _all_visible(view: KVView, step: Step, window: int | None) -> bool:
     """Whether the host knows that the one query a row sees every live slot."""
     start = step.start
-    return start is not None and view.live == start + 1 and (window is None or start < window)
+    if start is None or view.holes:
+        return False
+    return view.live == start + 1 and (window is None or start < window)
+
+
+def narrower(a: int | None, b: int | None) -> int | None:
+    """The smaller of two windows, None being no window."""
+    return b if a is None else a if b is None else min(a, b)
+
+
+def _live_slots(view: KVView) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values, cut to the slots that the host knows to be in use."""
+    k, v, live = view.k, view.v, view.live
+    if live is not None and live < k.size(2):
+        return k.narrow(2, 0, live), v.narrow(2, 0, live)
+    return k, v
 
 
 def _attend_written_out(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: torch.Tensor,
+    view: KVView,
+    step: Step,
     scale: float,
+    window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    q_for_sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention with explicit scores, for what the fused kernels cannot do; a block of queries at a time."""
-    n_batch, n_head, n_queries, _ = q.shape
-    n_groups = k.size(1)
     out = []
-    for begin in range(0, n_queries, QUERY_BLOCK):
-        block = q[:, :, begin : begin + QUERY_BLOCK]
-        n = block.size(2)
-        # (B, G, R * n, S): the heads of a group share one matrix product
-        folded = block.reshape(n_batch, n_groups, -1, block.size(-1))
-        scores = upcast(folded @ k.mT) * scale
-        scores = scores.view(n_batch, n_groups, -1, n, k.size(2))
+    for weights in _blocks_of_weights(q, k, view, step, scale, window, softcap, sinks, q_for_sinks, QUERY_BLOCK):
+        y = weights.to(v.dtype).flatten(2, 3) @ v  # (B, G, R * n, Dv)
+        out.append(y.view(q.size(0), q.size(1), weights.size(3), -1))
+    return out[0] if len(out) == 1 else torch.cat(out, dim=2)
+
+
+def _blocks_of_weights(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    view: KVView,
+    step: Step,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    q_for_sinks: torch.Tensor | None,
+    block_size: int,
+) -> Iterator[torch.Tensor]:
+    """Attention weights `(B, G, R, n, S)` of `block_size` queries at a time: memory grows with S, not with T * S."""
+    n_batch, n_groups, n_slots = q.size(0), k.size(1), k.size(2)
+    mask = step.visible(view, window)
+
+    def scores_of(block: torch.Tensor) -> torch.Tensor:
+        folded = block.reshape(n_batch, n_groups, -1, block.size(-1))  # the heads of a group share one product
+        return upcast(folded @ k.mT).view(n_batch, n_groups, -1, block.size(2), n_slots) * scale
+
+    for begin in range(0, q.size(2), block_size):
+        block = q[:, :, begin : begin + block_size]
+        scores = scores_of(block)
+        if q_for_sinks is not None:
+            kv_pos = view.pos if view.live is None else view.pos[..., : view.live]
+            is_sink = (kv_pos < view.n_sink)[:, :, None, None]
+            scores = torch.where(is_sink, scores_of(q_for_sinks[:, :, begin : begin + block_size]), scores)
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
-        allowed = mask[:, :, None, begin : begin + QUERY_BLOCK]
+        allowed = mask[:, :, None, begin : begin + block_size]
         # the lowest finite number, not -inf: a padding row sees nothing and must stay finite
         scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
         if sinks is not None:
-            sink = sinks.to(scores.dtype).view(1, n_groups, -1, 1, 1).expand(n_batch, -1, -1, n, 1)
+            sink = sinks.to(scores.dtype).view(1, n_groups, -1, 1, 1).expand(n_batch, -1, -1, block.size(2), 1)
             scores = torch.cat((scores, sink), dim=-1)
         weights = scores.softmax(dim=-1)
-        if sinks is not None:
-            weights = weights[..., :-1]
-        y = weights.to(v.dtype).flatten(2, 3) @ v  # (B, G, R * n, Dv)
-        out.append(y.view(n_batch, n_head, n, -1))
-    return out[0] if len(out) == 1 else torch.cat(out, dim=2)
+        yield weights if sinks is None else weights[..., :-1]
+
+
+def column_sums(
+    q: torch.Tensor,
+    view: KVView,
+    step: Step,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    last: int | None = None,
+) -> torch.Tensor:
+    """Attention mass that each slot receives: the weights of `attend`, summed over queries and the heads of a group.
+
+    A second pass over the scores, a block of queries at a time, so there is never a tensor of T * S weights. For
+    caches that evict by attention.
+
+    Args:
+        q: `(B, H, T, D)`.
+        view: the slots.
+        step: the positions of the queries; padding counts nothing.
+        scale: as in `attend`.
+        window: as in `attend`.
+        softcap: as in `attend`.
+        sinks: as in `attend`.
+        last: count only the last so many queries of each row; None for all.
+
+    Returns:
+        `(B, G, S)` in float32 or better, S being the live slots.
+    """
+    k, _ = _live_slots(view)
+    window = narrower(window, view.window)
+    counts = step.pos >= 0
+    if last is not None:
+        counts = counts & (step.pos >= step.end.unsqueeze(1) - last)
+    total: torch.Tensor | None = None
+    begin = 0
+    for weights in _blocks_of_weights(q, k, view, step, scale, window, softcap, sinks, None, SUM_BLOCK):
+        n = weights.size(3)
+        counted = counts[:, None, None, begin : begin + n, None]
+        part = weights.masked_fill(~counted, 0).sum(dim=(2, 3))  # (B, G, S)
+        total = part if total is None else total + part
+        begin += n
+    assert total is not None
+    return total
 
 
 def build_mask_cache(max_seq_length: int, device: torch.device | None = None) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 
 from litgpt import kvcache
-from litgpt.attention import KVView, Step, attend, build_mask_cache
+from litgpt.attention import KVView, Step, attend, build_mask_cache, column_sums
 from litgpt.config import Config
 from litgpt.kvcache import LayerCache as KVCache
 from litgpt.kvcache import batched_index_select
@@ -247,6 +247,8 @@ class GPT(nn.Module):
         x = self.embed(idx)
         length = step.size if cache is None else cache.max_length
         rows = self.rope.rows(step.pos, length, x.dtype)
+        if cache is not None and (kept := cache.relative_length) is not None:
+            step.sink_rope = self.rope.rows((step.pos + 1 - kept).clamp_min(0), length, x.dtype, backwards=True)
         for i, block in enumerate(self.transformer.h):
             x = block(x, rows[i], step, None if cache is None else cache.layers[i])
         if last_only:
@@ -482,6 +484,8 @@ class CausalSelfAttention(nn.Module):
         else:
             view = cache.update(k, v, step)
         y = self.attend(q, view, step)  # (B, H, T, D)
+        if cache is not None and cache.needs_weights:
+            cache.observe(self.attention_mass(q, view, step, cache.observe_last), step)
         return self.proj(y.transpose(1, 2).reshape(x.size(0), x.size(1), -1))
 
     def project(self, x: torch.Tensor, rope: RopeRows | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -522,7 +526,22 @@ class CausalSelfAttention(nn.Module):
             window=self.window,
             softcap=config.attention_logit_softcapping,
             sinks=self.sinks,
+            q_for_sinks=queries_for_sinks(q, view, step, self.block_idx),
         )
+
+    @torch.no_grad()
+    def attention_mass(self, q: torch.Tensor, view: KVView, step: Step, last: int | None) -> torch.Tensor:
+        """Attention that each slot receives from the `last` queries, `(B, G, S)`; see `attention.column_sums`."""
+        softcap = self.config.attention_logit_softcapping
+        options: dict[str, Any] = {"scale": self.scale, "window": self.window, "softcap": softcap, "sinks": self.sinks}
+        return column_sums(q, view, step, last=last, **options)
+
+
+def queries_for_sinks(q: torch.Tensor, view: KVView, step: Step, block_idx: int) -> torch.Tensor | None:
+    """Queries `(B, H, T, D)` turned to where relative sinks see them; None when that is where they are."""
+    if not view.relative_sinks or step.sink_rope is None or (rows := step.sink_rope[block_idx]) is None:
+        return None
+    return rotate(q.transpose(1, 2), rows).transpose(1, 2)
 
 
 class MultiheadLatentAttention(nn.Module):
@@ -571,6 +590,8 @@ class MultiheadLatentAttention(nn.Module):
         else:
             view = cache.update(latent, None, step)
         y = self.attend(q, view, step)  # (B, H, T, v_head_dim)
+        if cache is not None and cache.needs_weights:
+            cache.observe(self.attention_mass(q, view, step, cache.observe_last), step)
         return self.proj(y.transpose(1, 2).reshape(x.size(0), x.size(1), -1))
 
     def project(self, x: torch.Tensor, rope: RopeRows | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -603,27 +624,53 @@ class MultiheadLatentAttention(nn.Module):
             `(B, H, T, v_head_dim)`.
         """
         config = self.config
-        nope, rank = config.qk_nope_head_dim, config.kv_lora_rank
-        up = self.up_projection().unflatten(0, (config.n_head, nope + config.v_head_dim))  # (H, nope + v, R)
-        k_up, v_up = up.split((nope, config.v_head_dim), dim=1)
+        rank = config.kv_lora_rank
+        k_up, v_up = self._up_projections()
         options: dict[str, Any] = {"scale": self.scale, "window": self.window}
+        q_for_sinks = self._queries_for_sinks(q, view, step)
         if q.size(2) <= LATENT_ABSORB_LIMIT:
-            q_nope, q_rope = q.split((nope, config.qk_rope_head_dim), dim=-1)
-            q = torch.cat((torch.einsum("bhtn,hnr->bhtr", q_nope, k_up), q_rope), dim=-1)
-            y = attend(q, view, step, **options)  # (B, H, T, R)
+            if q_for_sinks is not None:
+                options["q_for_sinks"] = self._absorb(q_for_sinks, k_up)
+            y = attend(self._absorb(q, k_up), view, step, **options)  # (B, H, T, R)
             return torch.einsum("bhtr,hvr->bhtv", y, v_up)
         n_slots = view.k.size(2) if view.live is None else min(view.live, view.k.size(2))
         view = view._replace(k=view.k[:, :, :n_slots], v=view.v[:, :, :n_slots], pos=view.pos[..., :n_slots])
         a_head = q.size(0) * n_slots * (q.size(3) + config.v_head_dim) * q.element_size()
         n_heads = max(1, EXPAND_BYTES // a_head)
         out = []
-        for q_part, k_part, v_part in zip(q.split(n_heads, 1), k_up.split(n_heads), v_up.split(n_heads), strict=True):
+        parts = zip(q.split(n_heads, 1), k_up.split(n_heads), v_up.split(n_heads), strict=True)
+        for i, (q_part, k_part, v_part) in enumerate(parts):
+            if q_for_sinks is not None:
+                options["q_for_sinks"] = q_for_sinks.split(n_heads, 1)[i]
             k = torch.einsum("bsr,hnr->bhsn", view.v[:, 0], k_part)
             k_rope = view.k[..., rank:].expand(-1, k.size(1), -1, -1)
             v = torch.einsum("bsr,hvr->bhsv", view.v[:, 0], v_part)
             expanded = view._replace(k=torch.cat((k, k_rope), dim=-1), v=v)
             out.append(attend(q_part, expanded, step, **options))
         return torch.cat(out, dim=1)
+
+    @torch.no_grad()
+    def attention_mass(self, q: torch.Tensor, view: KVView, step: Step, last: int | None) -> torch.Tensor:
+        """Attention that each slot receives from the `last` queries, `(B, 1, S)`; see `attention.column_sums`."""
+        q = self._absorb(q, self._up_projections()[0])
+        return column_sums(q, view, step, scale=self.scale, window=self.window, last=last)
+
+    def _absorb(self, q: torch.Tensor, k_up: torch.Tensor) -> torch.Tensor:
+        """Queries `(B, H, T, nope + rope)` against expanded keys -> `(B, H, T, R + rope)` against latents."""
+        q_nope, q_rope = q.split((self.config.qk_nope_head_dim, self.config.qk_rope_head_dim), dim=-1)
+        return torch.cat((torch.einsum("bhtn,hnr->bhtr", q_nope, k_up), q_rope), dim=-1)
+
+    def _queries_for_sinks(self, q: torch.Tensor, view: KVView, step: Step) -> torch.Tensor | None:
+        q_nope, q_rope = q.split((self.config.qk_nope_head_dim, self.config.qk_rope_head_dim), dim=-1)
+        turned = queries_for_sinks(q_rope, view, step, self.block_idx)
+        return None if turned is None else torch.cat((q_nope, turned), dim=-1)
+
+    def _up_projections(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What expands a latent to keys `(H, nope, R)` and to values `(H, v, R)`."""
+        sizes = (self.config.qk_nope_head_dim, self.config.v_head_dim)
+        up = self.up_projection().unflatten(0, (self.config.n_head, sum(sizes)))
+        k_up, v_up = up.split(sizes, dim=1)
+        return k_up, v_up
 
     def up_projection(self) -> torch.Tensor:
         """The weight `(H * (nope + v), R)` that expands a latent to keys and values, as this variant has it now."""

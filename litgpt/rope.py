@@ -146,13 +146,16 @@ class Rope:
             self._memo[key] = (inv_freq.to(device), factor)
         return self._memo[key]
 
-    def rows(self, positions: torch.Tensor, length: int, dtype: torch.dtype) -> list[RopeRows | None]:
+    def rows(
+        self, positions: torch.Tensor, length: int, dtype: torch.dtype, backwards: bool = False
+    ) -> list[RopeRows | None]:
         """Cosines and sines at `positions`, one entry a layer (None where a layer does not rotate).
 
         Args:
             positions: `(B, T)` absolute positions; padding (-1) is treated as position 0.
             length: length in tokens that the sequences may reach.
             dtype: dtype of the queries and keys.
+            backwards: turn the other way and leave out the attention factor, to move what is rotated already.
         """
         if self.n_rotated == 0:
             return [None] * self.config.n_layer
@@ -163,7 +166,9 @@ class Rope:
             angles = positions * inv_freq  # (B, T, 1, n_rotated), float32
             sign = _sine_sign(self.n_rotated, self.config.rope_interleave, angles.device)
             cos, sin = angles.cos(), angles.sin() * sign
-            if factor != 1.0:
+            if backwards:
+                sin = -sin
+            elif factor != 1.0:
                 cos, sin = cos * factor, sin * factor
             made[table] = RopeRows(cos.to(dtype), sin.to(dtype), self.config.rope_interleave)
         return [made[self.config.layer_rope(n)] for n in range(self.config.n_layer)]

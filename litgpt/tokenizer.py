@@ -172,6 +172,13 @@ class Tokenizer:
             return self.processor.get_vocab_size(with_added_tokens=False)
         return self.processor.vocab_size()
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """All tokens as the files write them, added ones included, and their ids."""
+        if self.backend == "huggingface":
+            return self.processor.get_vocab(with_added_tokens=True)
+        return {self.processor.id_to_piece(index): index for index in range(self.processor.vocab_size())}
+
     def token_to_id(self, token: str) -> int:
         """The id of a token given as text.
 

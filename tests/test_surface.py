@@ -278,7 +278,6 @@ MISSING_COMMANDS = {
     "generate_adapter_v2",
     "generate_full",
     "generate_sequentially",
-    "generate_speculatively",
     "generate_tp",
     "merge_lora",
     "pretrain",

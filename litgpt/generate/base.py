@@ -42,6 +42,7 @@ def main(
     stop: list[str] | str | None = None,
     seed: int | None = 1234,
     kv_cache: str = "dense",
+    speculate: str | None = None,
 ) -> None:
     """Continue a prompt with a model. The continuation goes to standard output, rates to standard error.
 
@@ -66,6 +67,8 @@ def main(
         stop: A text, or a list of texts, that ends the continuation; it is not shown.
         seed: The seed of the random choices, counting up over the samples; null: another one each time.
         kv_cache: The kind of the KV cache; dense is exact for every model.
+        speculate: lookup, or lookup:N: draft up to N tokens by looking for the last ones earlier in the text, and check
+            them in one step. Faster where the answer repeats the prompt; the choice of tokens is as without.
     """
     from litgpt.generate.command import run
     from litgpt.generate.types import as_stop_strings
@@ -93,6 +96,7 @@ def main(
         device=device,
         kv_cache=kv_cache,
         compile=compile,
+        speculate=speculate,
     )
 
 

@@ -1,6 +1,6 @@
 # Licensed under the Apache License 2.0, see the LICENSE file.
 
-"""What `litgpt generate` does once its options are read."""
+"""What `litgpt generate` and `generate_speculatively` do once their options are read."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import torch
 from litgpt.errors import UserError
 from litgpt.generate.engine import Engine, with_seeds
 from litgpt.generate.loading import load, with_stops_of
+from litgpt.generate.speculative import Speculation, check_same_vocabulary
 from litgpt.generate.types import Result, SamplingParams
-from litgpt.kvcache import check_kind
+from litgpt.kvcache import CacheKind
 
 logger = logging.getLogger(__name__)
 
@@ -31,15 +32,26 @@ def run(
     device: str | None = None,
     kv_cache: str = "dense",
     compile: bool = False,
+    speculate: str | None = None,
+    draft_dir: str | Path | None = None,
+    draft_k: int = 3,
 ) -> None:
-    """Load a model and print continuations; see `litgpt.generate.base.main` for the arguments."""
+    """Load a model and print continuations; see `litgpt.generate.base.main` for the arguments.
+
+    Instead of `speculate`, `draft_dir` may name a smaller model that drafts up to `draft_k` tokens.
+    """
     if num_samples < 1:
         raise UserError(f"num_samples must be at least 1, got {num_samples}")
-    check_kind(kv_cache)
+    CacheKind.parse(kv_cache)  # before anything is loaded
+    speculation = None if speculate is None else Speculation.parse(speculate)
     loaded = load(checkpoint_dir, precision=precision, device=device, prompt_style=prompt_style)
     ids = loaded.encode(prompt, sys_prompt)
     params = with_stops_of(loaded.prompt_style, loaded.tokenizer, params)
-    engine = loaded.engine(kv_cache=kv_cache, compile=compile)
+    if draft_dir is not None:
+        draft = load(draft_dir, precision=precision, device=device, prompt_style=prompt_style)
+        check_same_vocabulary(draft.tokenizer, loaded.tokenizer)
+        speculation = Speculation.by_model(draft.engine(compile=compile), draft_k)
+    engine = loaded.engine(kv_cache=kv_cache, compile=compile, speculation=speculation)
     for sample_params in with_seeds(params, num_samples):
         _report(_print_continuation(engine, ids, sample_params))
     logger.info("memory: %s", _memory_used())
@@ -68,6 +80,13 @@ def _report(result: Result) -> None:
         timing.decode_rate,
         result.finish_reason,
     )
+    if timing.drafted:
+        logger.info(
+            "speculation: %d of %d drafted tokens accepted, %.2f tokens a step",
+            timing.accepted,
+            timing.drafted,
+            timing.tokens_per_step,
+        )
 
 
 def _memory_used() -> str:

@@ -19,6 +19,7 @@ from litgpt.errors import UserError
 from litgpt.generate.compiled import CompiledDecode
 from litgpt.generate.row import Row
 from litgpt.generate.sampling import Sampler, logprobs_of, pick_all
+from litgpt.generate.speculative import Speculation, Speculator, rewind_depth
 from litgpt.generate.types import Event, Result, SamplingParams, Timing
 from litgpt.kvcache import KVCache
 from litgpt.model import GPT
@@ -43,9 +44,10 @@ class Engine:
         max_batch_size: prompts computed together by `generate`; more are taken in turns.
         compile: compile the decode step.
         autocast: compute in this dtype where that is safe, with weights in another (mixed precision).
+        speculation: draft several tokens and check them in one forward pass; the cache must be of an exact kind.
 
     Raises:
-        UserError: a value outside its range.
+        UserError: a value outside its range, or a kind of cache that does not go with speculation.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Engine:
         max_batch_size: int = 16,
         compile: bool = False,
         autocast: torch.dtype | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.model = cast(Any, model)  # its submodules are typed Tensor | Module
         self.tokenizer = tokenizer
@@ -68,10 +71,16 @@ class Engine:
         self.max_batch_size = max_batch_size
         self.compile = compile
         self.autocast = autocast
+        self.speculation = speculation
         context = model.max_seq_length
         if max_length is not None and not 0 < max_length <= context:
             raise UserError(f"a cache of {max_length} tokens was asked for, the model's context is {context}")
         self.context = max_length or context
+        if speculation is not None and rewind_depth(KVCache.from_config(model.config, kv_cache, device="meta")) < 1:
+            raise UserError(
+                f"KV cache {kv_cache!r} cannot take tokens back, as speculative decoding must",
+                "use a kind that evicts nothing: dense, window:N or sinks:S+N",
+            )
         self._decode_step: StepFn = CompiledDecode(model) if compile else self._forward
 
     def generate(
@@ -116,8 +125,8 @@ class Engine:
         return self.model.transformer.wte.weight.device
 
     def new_cache(self, rows: Sequence[Row]) -> KVCache:
-        """A cache that holds the rows to their ends."""
-        need = max(len(row.prompt) + row.budget for row in rows)
+        """A cache that holds the rows to their ends, as far as the context goes."""
+        need = min(max(len(row.prompt) + row.budget for row in rows), self.context)
         if self.max_length is not None:
             need = self.max_length
         elif self.compile:  # few sizes, few compilations
@@ -133,17 +142,14 @@ class Engine:
 
     def prefill(self, prompts: Sequence[Sequence[int]], cache: KVCache) -> torch.Tensor:
         """Feed the prompts, chunk by chunk, and return the logits after each, `(B, V)`; an empty prompt idles."""
-        device = self.device
         logits: torch.Tensor | None = None
         for start in range(0, max(map(len, prompts)), self.prefill_chunk):
             chunks = [list(prompt[start : start + self.prefill_chunk]) for prompt in prompts]
-            longest = max(map(len, chunks))
-            idx = torch.tensor([chunk + [0] * (longest - len(chunk)) for chunk in chunks], device=device)
-            out = self._forward(idx, cache, cache.plan([len(chunk) for chunk in chunks]))[:, -1]
+            out = self._forward(self._padded(chunks), cache, cache.plan([len(chunk) for chunk in chunks]))[:, -1]
             if logits is None or all(chunks):
                 logits = out
             else:  # rows that ended in an earlier chunk keep their logits
-                fed = torch.tensor([bool(chunk) for chunk in chunks], device=device)
+                fed = torch.tensor([bool(chunk) for chunk in chunks], device=self.device)
                 logits = torch.where(fed[:, None], out, logits)
         assert logits is not None
         return logits
@@ -151,6 +157,12 @@ class Engine:
     def decode(self, tokens: torch.Tensor, cache: KVCache, active: Sequence[bool]) -> torch.Tensor:
         """Feed one token a row, `(B,)`, where the row is active, and return the logits, `(B, V)`."""
         return self._decode_step(tokens[:, None], cache, cache.plan([int(a) for a in active]))[:, -1]
+
+    def score(self, chunks: Sequence[Sequence[int]], cache: KVCache) -> torch.Tensor:
+        """Feed a few tokens a row and return the logits after each, `(B, T, V)`; an empty chunk idles."""
+        step = cache.plan([len(chunk) for chunk in chunks])
+        idx = self._padded(chunks)
+        return self._decode_step(idx, cache, step) if step.size == 1 else self.model(idx, cache=cache, step=step)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -163,6 +175,10 @@ class Engine:
 
     def _forward(self, idx: torch.Tensor, cache: KVCache, step: Step) -> torch.Tensor:
         return self.model(idx, cache=cache, step=step, last_only=True)
+
+    def _padded(self, chunks: Sequence[Sequence[int]]) -> torch.Tensor:
+        longest = max(map(len, chunks))
+        return torch.tensor([[*chunk, *[0] * (longest - len(chunk))] for chunk in chunks], device=self.device)
 
     def _check_ids(self, prompt: Prompt) -> list[int]:
         ids = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
@@ -213,7 +229,15 @@ class Stream(Iterator[Event]):
         """One result a row, once the stream has been read to its end."""
         return [
             row.result(
-                Timing(self._prefill_seconds, self._decode_seconds, len(row.prompt), row.n_sampled),
+                Timing(
+                    prefill_seconds=self._prefill_seconds,
+                    decode_seconds=self._decode_seconds,
+                    prompt_tokens=len(row.prompt),
+                    new_tokens=row.n_sampled,
+                    steps=row.steps,
+                    drafted=row.drafted,
+                    accepted=row.accepted,
+                )
             )
             for row in self._rows
         ]
@@ -231,29 +255,47 @@ class Stream(Iterator[Event]):
                     Sampler(row.params, row.prompt, logits.shape[-1], logits.device) if row.active else None
                     for row in rows
                 ]
-                tokens, events = self._accept(logits, samplers)
+                tokens, ids = pick_all(logits, samplers)
+                speculator = (
+                    Speculator(engine.speculation, engine, cache, rows, samplers) if engine.speculation else None
+                )
+                events = self._accept(logits[:, None], [[i] for i in ids], samplers)
             self._prefill_seconds = perf_counter() - start
             yield events
             while any(row.active for row in rows):
                 start = perf_counter()
                 with engine.computing():
-                    logits = engine.decode(tokens, cache, [row.active for row in rows])
-                    tokens, events = self._accept(logits, samplers)
+                    if speculator is None:
+                        logits = engine.decode(tokens, cache, [row.active for row in rows])[:, None]
+                        tokens, ids = pick_all(logits[:, 0], samplers)
+                        chosen = [[i] for i in ids]
+                    else:
+                        logits, chosen = speculator.step(samplers)
+                    for row in rows:
+                        row.steps += row.active
+                    events = self._accept(logits, chosen, samplers)
                 self._decode_seconds += perf_counter() - start
                 yield events
 
-    def _accept(self, logits: torch.Tensor, samplers: list[Sampler | None]) -> tuple[torch.Tensor, list[Event]]:
-        """Choose a token for each active row and hand it over; a row that ends loses its sampler."""
-        tokens, ids = pick_all(logits, samplers)
+    def _accept(
+        self, logits: torch.Tensor, chosen: Sequence[Sequence[int]], samplers: list[Sampler | None]
+    ) -> list[Event]:
+        """Hand the chosen tokens to the active rows; a row that ends takes no more and loses its sampler.
+
+        Args:
+            logits: `(B, T, V)`, from which the tokens were chosen.
+            chosen: at most T tokens a row.
+            samplers: one a row, None for those that have ended.
+        """
         events: list[Event] = []
         for i, row in enumerate(self._rows):
-            if samplers[i] is None:
-                continue
             top = row.params.logprobs
-            events += row.accept(ids[i], None if top is None else logprobs_of(logits[i], ids[i], top))
+            for t, token in enumerate(chosen[i]):
+                if row.active:
+                    events += row.accept(token, None if top is None else logprobs_of(logits[i, t], token, top))
             if not row.active:
                 samplers[i] = None
-        return tokens, events
+        return events
 
 
 def _one_a_row(

@@ -15,6 +15,7 @@ from litgpt.checkpoint.convert import load_model
 from litgpt.checkpoint.hub import resolve
 from litgpt.config import Config
 from litgpt.generate.engine import Engine
+from litgpt.generate.speculative import Speculation
 from litgpt.generate.types import SamplingParams
 from litgpt.model import GPT
 from litgpt.prompts import Prompt, PromptStyle, choose_prompt_style, encode_prompt
@@ -34,10 +35,15 @@ class Loaded:
     path: Path
     precision: str
 
-    def engine(self, kv_cache: str = "dense", compile: bool = False) -> Engine:
+    def engine(self, kv_cache: str = "dense", compile: bool = False, speculation: Speculation | None = None) -> Engine:
         """A decoding engine for the model."""
         return Engine(
-            self.model, self.tokenizer, kv_cache=kv_cache, compile=compile, autocast=autocast_dtype(self.precision)
+            self.model,
+            self.tokenizer,
+            kv_cache=kv_cache,
+            compile=compile,
+            autocast=autocast_dtype(self.precision),
+            speculation=speculation,
         )
 
     def encode(self, prompt: Prompt, sys_prompt: str | None = None) -> list[int]:

@@ -50,6 +50,7 @@ class Row:
         self.budget = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
         self._reason_when_spent: FinishReason = "length" if self.budget == params.max_new_tokens else "context"
         self.finish_reason: FinishReason | None = None if self.budget else self._reason_when_spent
+        self.steps = self.drafted = self.accepted = 0  # see Timing
 
         stop_ids = params.stop_ids
         if stop_ids is None:
@@ -103,6 +104,11 @@ class Row:
     def n_sampled(self) -> int:
         """Tokens sampled, hidden ones included."""
         return len(self._tokens)
+
+    @property
+    def sequence(self) -> list[int]:
+        """The prompt and all tokens sampled."""
+        return self.prompt + self._tokens
 
     @property
     def _text_stop(self) -> bool:

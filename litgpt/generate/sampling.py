@@ -26,6 +26,7 @@ class Sampler:
 
     def __init__(self, params: SamplingParams, prompt: Sequence[int], vocab_size: int, device: torch.device) -> None:
         self.params = params
+        self.vocab_size = vocab_size
         self.generator: torch.Generator | None = None
         if not params.greedy:
             seed = params.seed if params.seed is not None else int(torch.randint(2**62, ()))
@@ -43,19 +44,28 @@ class Sampler:
     def pick(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose from `(V,)` logits: the token id and a number that is NaN when the logits are, both 0-dim."""
         p = self.params
-        if self.seen is not None:
-            logits = penalize(logits, self.seen, p.repetition_penalty)
         token, evidence = draw(
-            logits,
+            self._penalized(logits),
             temperature=0.0 if p.greedy else p.temperature,
             top_k=p.top_k,
             top_p=p.top_p,
             min_p=p.min_p,
             generator=self.generator,
         )
+        self.saw(token)
+        return token, evidence
+
+    def saw(self, token: int | torch.Tensor) -> None:
+        """Count a token as seen, for the repetition penalty."""
         if self.seen is not None:
             self.seen[token] = True
-        return token, evidence
+
+    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        """With what probability `pick` would choose each token, see `probabilities`."""
+        return probabilities(self._penalized(logits), self.params)
+
+    def _penalized(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits if self.seen is None else penalize(logits, self.seen, self.params.repetition_penalty)
 
 
 def pick_all(logits: torch.Tensor, samplers: Sequence[Sampler | None]) -> tuple[torch.Tensor, list[int]]:
@@ -82,8 +92,13 @@ def pick_all(logits: torch.Tensor, samplers: Sequence[Sampler | None]) -> tuple[
     ids, numbers = torch.stack((tokens.float(), evidence.float())).tolist()
     for row, (sampler, number) in enumerate(zip(samplers, numbers, strict=True)):
         if sampler is not None and number != number:
-            raise ValueError(f"logits contain NaN (row {row}): the weights or the precision are at fault")
+            raise nan_error(row)
     return tokens, [int(i) for i in ids]
+
+
+def nan_error(row: int) -> ValueError:
+    """What to raise for logits that contain NaN."""
+    return ValueError(f"logits contain NaN (row {row}): the weights or the precision are at fault")
 
 
 def draw(
@@ -103,6 +118,30 @@ def draw(
     if temperature == 0 or top_p == 0:
         evidence, token = logits.max(dim=-1)
         return token, evidence
+    weights, ids = _weigh(logits, temperature, top_k, top_p, min_p)
+    winner = draw_index(weights, generator)
+    return (winner if ids is None else ids[winner]), weights[winner]
+
+
+def probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """With what probability each token is drawn from `(V,)` logits; the repetition penalty is not applied.
+
+    Returns:
+        `(V,)`, of sum 1, in the finest type that the device has.
+    """
+    dtype = _finest(logits.device)
+    if params.greedy:
+        return torch.zeros(logits.shape, dtype=dtype, device=logits.device).index_fill_(0, logits.argmax(), 1.0)
+    weights, ids = _weigh(logits, params.temperature, params.top_k, params.top_p, params.min_p)
+    weights = weights.to(dtype)
+    weights = weights / weights.sum()
+    return weights if ids is None else weights.new_zeros(logits.shape).scatter_(0, ids, weights)
+
+
+def _weigh(
+    logits: torch.Tensor, temperature: float, top_k: int | None, top_p: float, min_p: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weights of the tokens, which need not sum to 1, and the ids they belong to; None: all ids in order."""
     logits = logits.float()
     values, ids = logits.topk(top_k) if top_k and top_k < logits.shape[-1] else (logits, None)
     # Relative to the largest, so that a tiny temperature cannot overflow
@@ -115,21 +154,28 @@ def draw(
         probs = probs.masked_fill(probs.cumsum(-1) - probs >= top_p, 0.0)
     if floor is not None:
         probs = probs.masked_fill(probs < floor, 0.0)
-    winner = _draw_index(probs, generator)
-    return (winner if ids is None else ids[winner]), probs[winner]
+    return probs, ids
 
 
-def _draw_index(probs: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+def draw_index(probs: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
     """An index drawn by `probs`, which need not sum to 1.
 
     One random number and a running sum cost far less than a random number a token; unlike torch.multinomial, this does
     not wait for the device, and NaN passes through, for the caller to report by name.
     """
-    dtype = torch.float32 if probs.device.type == "mps" else torch.float64  # as fine as the device can
-    heap = probs.cumsum(-1, dtype=dtype)
-    mark = torch.rand((), dtype=dtype, device=probs.device, generator=generator) * heap[-1]
+    heap = probs.cumsum(-1, dtype=_finest(probs.device))
+    mark = uniform(probs.device, generator) * heap[-1]
     # "right": a token without probability has no room between two sums, so it is never found
     return torch.searchsorted(heap, mark, right=True).clamp_max_(probs.shape[-1] - 1)
+
+
+def uniform(device: torch.device, generator: torch.Generator | None) -> torch.Tensor:
+    """A random number in [0, 1), 0-dim."""
+    return torch.rand((), dtype=_finest(device), device=device, generator=generator)
+
+
+def _finest(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _nucleus(probs: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:

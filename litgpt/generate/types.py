@@ -90,6 +90,9 @@ class Timing:
     decode_seconds: float = 0.0
     prompt_tokens: int = 0
     new_tokens: int = 0  # tokens computed, hidden stop tokens included
+    steps: int = 0  # forward passes of decode that the row took part in
+    drafted: int = 0  # tokens proposed to speculative decoding, and those of them that the model agreed with
+    accepted: int = 0
 
     @property
     def prefill_rate(self) -> float:
@@ -100,6 +103,11 @@ class Timing:
     def decode_rate(self) -> float:
         """New tokens per second, without the first."""
         return max(self.new_tokens - 1, 0) / self.decode_seconds if self.decode_seconds else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """New tokens per forward pass of decode: 1, and more with speculative decoding."""
+        return max(self.new_tokens - 1, 0) / self.steps if self.steps else 0.0
 
 
 @dataclass

@@ -3,6 +3,7 @@
 """One cache abstraction for every model: storage and positions, never masks and never slices."""
 
 from litgpt.kvcache.base import LayerCache, LayerSpec, batched_index_select
-from litgpt.kvcache.cache import KVCache, check_kind
+from litgpt.kvcache.cache import KVCache
+from litgpt.kvcache.spec import CacheKind
 
-__all__ = ["KVCache", "LayerCache", "LayerSpec", "batched_index_select", "check_kind"]
+__all__ = ["CacheKind", "KVCache", "LayerCache", "LayerSpec", "batched_index_select"]

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
 
 from litgpt.attention import KVView, Step
-from litgpt.kvcache.storage import PlainStore
+from litgpt.kvcache.registry import EXACT
+from litgpt.kvcache.spec import CacheKind
+from litgpt.kvcache.storage import STORES
 
 if TYPE_CHECKING:
     from litgpt.config import Config
@@ -33,6 +35,9 @@ class LayerSpec:
         n_sink: first positions that are kept beside the window.
         slack: tokens a ring holds beyond its window, so that a chunk is written before it is attended to.
         alias_v: values are the first `v_dim` elements of the keys, in one buffer.
+        policy: what is kept when not everything fits, one of `registry.POLICIES`.
+        budget: tokens that an evicting policy keeps.
+        store: how it is stored, one of `registry.STORES`.
     """
 
     groups: int
@@ -43,10 +48,15 @@ class LayerSpec:
     n_sink: int = 0
     slack: int = DEFAULT_SLACK
     alias_v: bool = False
+    policy: str = "dense"
+    budget: int | None = None
+    store: str = "plain"
 
     @property
     def slots(self) -> int:
         """Positions that the buffers hold."""
+        if self.budget is not None:
+            return min(self.max_length, self.budget + self.slack)
         if self.window is None:
             return self.max_length
         return min(self.max_length, self.n_sink + self.window + self.slack - 1)
@@ -67,15 +77,31 @@ class LayerSpec:
         return (self.slots, self.n_sink, self.is_ring)
 
     @classmethod
-    def from_config(cls, config: Config, block_idx: int, max_length: int, slack: int = DEFAULT_SLACK) -> LayerSpec:
-        """What layer `block_idx` of a model needs for sequences of `max_length` tokens."""
+    def from_config(
+        cls,
+        config: Config,
+        block_idx: int,
+        max_length: int,
+        slack: int = DEFAULT_SLACK,
+        kind: CacheKind = CacheKind(),  # noqa: B008  (frozen)
+    ) -> LayerSpec:
+        """What layer `block_idx` of a model needs for sequences of `max_length` tokens.
+
+        A policy that bounds the cache applies to the layers with global attention; sliding ones are bounded already.
+        """
         window = config.layer_window(block_idx)
+        options: dict[str, Any] = {"slack": slack, "store": kind.store}
+        if window is None and kind.policy in ("window", "sinks"):
+            window = kind.budget
+            options |= {"policy": kind.policy, "n_sink": kind.n_sink}
+        elif window is None and kind.policy not in EXACT:
+            options |= {"policy": kind.policy, "budget": kind.budget}
         if config.latent_attention is not None:
             k_dim = config.kv_lora_rank + config.qk_rope_head_dim
-            return cls(1, k_dim, config.kv_lora_rank, max_length, window, slack=slack, alias_v=True)
+            return cls(1, k_dim, config.kv_lora_rank, max_length, window, alias_v=True, **options)
         assert config.n_query_groups is not None
         assert config.head_size is not None
-        return cls(config.n_query_groups, config.head_size, config.head_size, max_length, window, slack=slack)
+        return cls(config.n_query_groups, config.head_size, config.head_size, max_length, window, **options)
 
 
 class LayerCache(nn.Module):
@@ -88,7 +114,11 @@ class LayerCache(nn.Module):
         device: where they live.
     """
 
+    # The contract of a kind, verified by the generic tests
     compilable = True  # `update` has no host decision that depends on the data
+    chunk_invariant = True  # the same result however a sequence is cut into chunks
+    needs_weights = False  # `observe` wants the attention mass of each slot after every step
+    observe_last: int | None = None  # of so many last queries; None: of all
 
     def __init__(
         self, spec: LayerSpec, batch_size: int, dtype: torch.dtype | None = None, device: torch.device | None = None
@@ -97,7 +127,7 @@ class LayerCache(nn.Module):
         self.spec = spec
         # worked out once: these are read in every layer of every step
         self.slots, self.ring, self.is_ring, self.layout = spec.slots, spec.ring, spec.is_ring, spec.layout
-        self.store = PlainStore(spec, batch_size, dtype, device)
+        self.store = STORES[spec.store](spec, batch_size, dtype, device)
 
     def update(self, k: torch.Tensor, v: torch.Tensor | None, step: Step) -> KVView:
         """Store the step's keys and values and return a view of everything stored.
@@ -105,6 +135,16 @@ class LayerCache(nn.Module):
         Args:
             k: `(B, G, T, k_dim)`.
             v: `(B, G, T, v_dim)`, None when values alias keys.
+            step: the positions.
+        """
+        raise NotImplementedError
+
+    def observe(self, sums: torch.Tensor, step: Step) -> None:
+        """Learn what the step's queries attended to; called after attention when `needs_weights`.
+
+        Args:
+            sums: `(B, G, S)` attention mass on the slots of the view that `update` returned, see
+                `attention.column_sums`.
             step: the positions.
         """
         raise NotImplementedError

@@ -13,19 +13,12 @@ import torch.nn as nn
 from litgpt.attention import Step
 from litgpt.errors import UserError
 from litgpt.kvcache.base import LayerCache, LayerSpec
-from litgpt.kvcache.exact import ExactCache
+from litgpt.kvcache.policies import POLICIES
+from litgpt.kvcache.rows import RowState, export_row, import_row
+from litgpt.kvcache.spec import CacheKind
 
 if TYPE_CHECKING:
     from litgpt.config import Config
-
-
-KINDS = ("dense",)
-
-
-def check_kind(kind: str) -> None:
-    """Raise UserError for a kind of cache that does not exist."""
-    if kind not in KINDS:
-        raise UserError(f"unknown kind of KV cache {kind!r}", f"use {' or '.join(KINDS)}")
 
 
 class KVCache(nn.Module):
@@ -49,7 +42,7 @@ class KVCache(nn.Module):
     ) -> None:
         super().__init__()
         device = torch.device(device) if device is not None else torch.get_default_device()
-        self.layers = nn.ModuleList(ExactCache(spec, batch_size, dtype, device) for spec in specs)
+        self.layers = nn.ModuleList(POLICIES[spec.policy](spec, batch_size, dtype, device) for spec in specs)
         self.batch_size = batch_size
         self.max_length = max(spec.max_length for spec in specs)
         self.device = device
@@ -70,7 +63,7 @@ class KVCache(nn.Module):
 
         Args:
             config: the model's description.
-            kind: "dense": exact for this model, with rings in its sliding layers.
+            kind: "dense": exact for this model, with rings in its sliding layers; others see `litgpt.kvcache.spec`.
             batch_size: rows.
             max_length: longest row in tokens, default the model's context.
             dtype: element type of the buffers, default torch's.
@@ -79,11 +72,11 @@ class KVCache(nn.Module):
         Raises:
             UserError: unknown kind, or sizes below 1.
         """
-        check_kind(kind)
+        parsed = CacheKind.parse(kind)
         max_length = config.block_size if max_length is None else max_length
         if batch_size < 1 or max_length < 1:
             raise UserError(f"a KV cache needs batch size {batch_size} and length {max_length} of at least 1")
-        specs = [LayerSpec.from_config(config, i, max_length) for i in range(config.n_layer)]
+        specs = [LayerSpec.from_config(config, i, max_length, kind=parsed) for i in range(config.n_layer)]
         return cls(specs, batch_size, dtype, device)
 
     @classmethod
@@ -154,7 +147,7 @@ class KVCache(nn.Module):
     def max_rewind(self, row: int) -> int:
         """How many tokens a row can be taken back exactly, right now."""
         length, high = self.lengths[row], self._high[row]
-        return max(0, min(layer.max_rewind(length, high) for layer in self._layer_caches()))
+        return max(0, min(layer.max_rewind(length, high) for layer in self.layer_caches()))
 
     def rewind(self, n_tokens: int | Sequence[int]) -> None:
         """Take back the last tokens of every row, or of each row.
@@ -206,35 +199,53 @@ class KVCache(nn.Module):
 
     def _forget(self, row: int, start: int, stop: int) -> None:
         if stop > start:
-            for layer in self._layer_caches():
+            for layer in self.layer_caches():
                 layer.forget(row, start, stop)
 
-    def _layer_caches(self) -> list[LayerCache]:
+    def layer_caches(self) -> list[LayerCache]:
+        """The layers, with their type."""
         return list(self.layers)  # type: ignore[arg-type]
 
-    def export_row(self, row: int) -> dict[str, Any]:
-        """A copy of one row, for `import_row` of a cache of the same model and kind."""
-        state: dict[str, Any] = {name: buffer[row].clone() for name, buffer in self.named_buffers()}
-        return {"length": self.lengths[row], "high": self._high[row], "buffers": state}
+    def export_row(self, row: int) -> RowState:
+        """A copy of the slots that one row uses, for `import_row` of a cache of the same model and kind."""
+        return export_row(self, row)
 
-    def import_row(self, row: int, state: dict[str, Any]) -> None:
-        """Overwrite a row with what `export_row` returned."""
-        for name, buffer in self.named_buffers():
-            buffer[row].copy_(state["buffers"][name])
-        self.lengths[row], self._high[row] = state["length"], state["high"]
+    def import_row(self, row: int, state: RowState) -> None:
+        """Overwrite a row with what `export_row` returned.
+
+        The caches may differ in `max_length`, unless a ring that has wrapped has another size here.
+
+        Raises:
+            ValueError: the state is of another model or kind, or does not fit; nothing is changed then.
+        """
+        import_row(self, row, state)
+
+    @property
+    def relative_length(self) -> int | None:
+        """Tokens that a cache with relative sinks keeps, None for other kinds.
+
+        Past this length the sinks are seen as if they stood right before the window.
+        """
+        specs = [layer.spec for layer in self.layer_caches() if layer.spec.policy == "sinks"]
+        return specs[0].n_sink + specs[0].window if specs and specs[0].window is not None else None
+
+    @property
+    def chunk_invariant(self) -> bool:
+        """Whether the result does not depend on how a sequence was cut into chunks."""
+        return all(layer.chunk_invariant for layer in self.layer_caches())
 
     @property
     def compilable(self) -> bool:
         """Whether a decode step over this cache compiles to one graph."""
-        return all(layer.compilable for layer in self._layer_caches())
+        return all(layer.compilable for layer in self.layer_caches())
 
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(layer.nbytes() for layer in self._layer_caches())
+        return sum(layer.nbytes() for layer in self.layer_caches())
 
     def report(self) -> str:
         """One line for people: size, kind of layers."""
-        caches = self._layer_caches()
+        caches = self.layer_caches()
         n_ring = sum(cache.spec.is_ring for cache in caches)
         rings = f", {n_ring} of them rings of {min(c.spec.slots for c in caches)} slots" if n_ring else ""
         return (

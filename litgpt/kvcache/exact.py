@@ -9,6 +9,7 @@ a closed form of the row's length.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -46,10 +47,15 @@ class ExactCache(LayerCache):
             place = step.memo[self.layout] = self._place(step)
         if place.run is None:
             assert place.slots is not None
-            keys, values = self.store.write(place.slots, k, v)
+            keys, values = self.store.write(place.slots, k, v, place.live)
         else:
-            keys, values = self.store.write_run(place.run, k, v)
-        return KVView(keys, values, place.pos, place.live, spec.n_sink, self.layout)
+            keys, values = self.store.write_run(place.run, k, v, place.live)
+        return self._view(keys, values, place.pos, place.live, self.layout)
+
+    def _view(self, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor, live: int | None, key: Hashable) -> KVView:
+        spec = self.spec
+        relative = spec.policy == "sinks"
+        return KVView(k, v, pos, live, spec.n_sink, key, spec.window, relative)
 
     def _place(self, step: Step) -> Placement:
         start, run = step.start, None
@@ -63,20 +69,19 @@ class ExactCache(LayerCache):
 
         A chunk longer than the slack would overwrite positions that its own first queries still see.
         """
-        spec = self.spec
-        chunk_v = k[..., : spec.v_dim] if v is None else v
+        chunk_k, chunk_v = self.store.as_stored(k, v)
         if step.fresh:
-            view = KVView(k, chunk_v, step.pos.unsqueeze(1), step.size, spec.n_sink, "chunk")
+            view = self._view(chunk_k, chunk_v, step.pos.unsqueeze(1), step.size, "chunk")
         else:
             # copies: the store is about to be overwritten, and gradients may still need what it held
             old_k, old_v = self.store.read(k)
             old_pos = self.slot_pos(step.begin)
-            view = KVView(
-                torch.cat((old_k, k.to(old_k.dtype)), dim=2),
+            view = self._view(
+                torch.cat((old_k, chunk_k.to(old_k.dtype)), dim=2),
                 torch.cat((old_v, chunk_v.to(old_v.dtype)), dim=2),
                 torch.cat((old_pos, step.pos.unsqueeze(1).expand(old_pos.size(0), -1, -1)), dim=2),
-                n_sink=spec.n_sink,
-                key=("ring and chunk", self.layout),
+                None,
+                ("ring and chunk", self.layout),
             )
         self._write_tail(k, v, step)
         return view
