@@ -22,6 +22,7 @@ from litgpt.generate.sampling import Sampler, logprobs_of, pick_all
 from litgpt.generate.speculative import Speculation, Speculator, rewind_depth
 from litgpt.generate.types import Event, Result, SamplingParams, Timing
 from litgpt.kvcache import KVCache
+from litgpt.kvcache.memory import ensure_fits
 from litgpt.model import GPT
 from litgpt.tokenizer import Tokenizer
 
@@ -131,14 +132,14 @@ class Engine:
             need = self.max_length
         elif self.compile:  # few sizes, few compilations
             need = min(max(256, 1 << (need - 1).bit_length()), self.context)
-        return KVCache.from_config(
-            self.model.config,
-            self.kv_cache,
-            batch_size=len(rows),
-            max_length=need,
-            dtype=self.autocast or self.model.transformer.wte.weight.dtype,
-            device=self.device,
-        )
+        sizes: dict[str, Any] = {
+            "batch_size": len(rows),
+            "max_length": need,
+            "dtype": self.autocast or self.model.transformer.wte.weight.dtype,
+            "device": self.device,
+        }
+        ensure_fits(self.model.config, self.kv_cache, **sizes)
+        return KVCache.from_config(self.model.config, self.kv_cache, **sizes)
 
     def prefill(self, prompts: Sequence[Sequence[int]], cache: KVCache) -> torch.Tensor:
         """Feed the prompts, chunk by chunk, and return the logits after each, `(B, V)`; an empty prompt idles."""
