@@ -46,6 +46,9 @@ class SafetensorsFile:
     Args:
         path: the file.
 
+    Attributes:
+        metadata: strings of the header.
+
     Raises:
         UserError: the file is missing, cut short, or is no safetensors file.
     """
@@ -57,6 +60,7 @@ class SafetensorsFile:
             self._size = self.path.stat().st_size
             with self.path.open("rb") as file:
                 self._start, header = _read_header(file, self._size)
+            self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
             self._entries = {name: _read_entry(name, entry) for name, entry in header.items()}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
@@ -131,7 +135,6 @@ def _read_header(file: Any, size: int) -> tuple[int, dict[str, Any]]:
     header = json.loads(file.read(length).decode("utf-8"))
     if not isinstance(header, dict):
         raise ValueError("the header is not a JSON object")
-    header.pop("__metadata__", None)
     return 8 + length, header
 
 
