@@ -130,12 +130,16 @@ class Rope:
         self.n_rotated = rotated_elements(config.rope_n_elem, head_size)
         self._memo: dict[tuple[int, bool, torch.device], tuple[torch.Tensor, float]] = {}
 
+    def is_long(self, length: int) -> bool:
+        """Whether sequences that may reach `length` tokens have other frequencies than short ones."""
+        adjustments = self.config.rope_adjustments or {}
+        return "long_factor" in adjustments and length > adjustments["original_max_seq_len"]
+
     def frequencies(self, table: int, length: int, device: torch.device) -> tuple[torch.Tensor, float]:
         """Inverse frequencies repeated to `(n_rotated,)` on `device`, and the attention factor of a table."""
         config = self.config
         adjustments = config.rope_adjustments if table == 0 else None  # the local table is never stretched
-        is_long = bool(adjustments) and length > (adjustments or {}).get("original_max_seq_len", math.inf)
-        key = (table, is_long, device)
+        key = (table, self.is_long(length), device)
         if key not in self._memo:
             base = config.rope_base if table == 0 else config.rope_local_base_freq
             assert base is not None

@@ -77,10 +77,12 @@ class ScriptedModel(nn.Module):
         self.scripts = scripts
         self.n_forwards = 0
 
-    def forward(self, idx: torch.Tensor, cache: KVCache, step: Step, last_only: bool) -> torch.Tensor:
-        assert last_only
+    def forward(self, idx: torch.Tensor, cache: KVCache, step: Step, last_only: bool = False) -> torch.Tensor:
         self.n_forwards += 1
         cache.commit(step)
-        rows = zip(self.scripts, cache.lengths, strict=True)
-        nexts = [script[length] if length < len(script) else 0 for script, length in rows]
-        return nn.functional.one_hot(torch.tensor(nexts), VOCAB_SIZE).float()[:, None]
+        ends = [[length] for length in cache.lengths] if last_only else (step.pos + 1).expand(idx.shape).tolist()
+        nexts = [
+            [script[end] if end < len(script) else 0 for end in row]
+            for script, row in zip(self.scripts, ends, strict=True)
+        ]
+        return nn.functional.one_hot(torch.tensor(nexts), VOCAB_SIZE).float()

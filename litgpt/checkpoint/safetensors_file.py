@@ -20,6 +20,9 @@ class SafetensorsFile:
     Args:
         path: the file.
 
+    Attributes:
+        metadata: strings of the header.
+
     Raises:
         UserError: the file is missing, cut short, or is no safetensors file.
     """
@@ -32,6 +35,7 @@ class SafetensorsFile:
         self._file: Any = None
         try:
             # In the order of the file; nothing but the header is read for this.
+            self.metadata: dict[str, str] = self._opened().metadata() or {}
             tensors = {name: self._opened().get_tensor(name) for name in self._opened().offset_keys()}
         except (OSError, SafetensorError) as error:
             raise UserError(

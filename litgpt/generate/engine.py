@@ -17,14 +17,19 @@ from torch import nn
 from litgpt.attention import Step
 from litgpt.errors import UserError
 from litgpt.generate.compiled import CompiledDecode
+from litgpt.generate.prefixes import Prefixes
 from litgpt.generate.row import Row
 from litgpt.generate.sampling import Sampler, logprobs_of, pick_all
 from litgpt.generate.speculative import Speculation, Speculator, rewind_depth
 from litgpt.generate.types import Event, Result, SamplingParams, Timing
 from litgpt.kvcache import KVCache
+from litgpt.kvcache.prefix import PrefixStore
+from litgpt.kvcache.spec import CacheKind
+from litgpt.kvcache.memory import ensure_fits
 from litgpt.model import GPT
 from litgpt.tokenizer import Tokenizer
 
+UNBOUNDED = 2**31  # longest sequence of a kind that sees positions inside the cache
 StepFn = Callable[[torch.Tensor, KVCache, Step], torch.Tensor]
 Prompt = Sequence[int] | torch.Tensor
 
@@ -44,6 +49,8 @@ class Engine:
         max_batch_size: prompts computed together by `generate`; more are taken in turns.
         compile: compile the decode step.
         autocast: compute in this dtype where that is safe, with weights in another (mixed precision).
+        prefix_store: keeps the rows of past requests, so that a prompt that begins like one of them is computed from
+            where they part; a store belongs to one model.
         speculation: draft several tokens and check them in one forward pass; the cache must be of an exact kind.
 
     Raises:
@@ -61,6 +68,7 @@ class Engine:
         max_batch_size: int = 16,
         compile: bool = False,
         autocast: torch.dtype | None = None,
+        prefix_store: PrefixStore | None = None,
         speculation: Speculation | None = None,
     ) -> None:
         self.model = cast(Any, model)  # its submodules are typed Tensor | Module
@@ -71,8 +79,11 @@ class Engine:
         self.max_batch_size = max_batch_size
         self.compile = compile
         self.autocast = autocast
+        self.prefix_store = prefix_store
+        if prefix_store is not None:
+            prefix_store.bind(model)
         self.speculation = speculation
-        context = model.max_seq_length
+        context = UNBOUNDED if CacheKind.parse(kv_cache).policy == "sinks" else model.max_seq_length
         if max_length is not None and not 0 < max_length <= context:
             raise UserError(f"a cache of {max_length} tokens was asked for, the model's context is {context}")
         self.context = max_length or context
@@ -114,10 +125,14 @@ class Engine:
         The arguments are checked at once; the model runs as the stream is read. See `generate` for them.
         """
         rows = [
-            Row(i, self._check_ids(prompt), p, self.context, self.tokenizer)
+            Row(i, self._check_ids(prompt), p, self._longest(p), self.tokenizer)
             for i, (prompt, p) in enumerate(zip(prompts, _one_a_row(prompts, params), strict=True))
         ]
         return Stream(self, rows)
+
+    def _longest(self, params: SamplingParams) -> int:
+        """The longest sequence; one without an end of its own stays in the model's context, whatever the cache."""
+        return min(self.context, self.model.max_seq_length) if params.max_new_tokens is None else self.context
 
     @property
     def device(self) -> torch.device:
@@ -131,26 +146,29 @@ class Engine:
             need = self.max_length
         elif self.compile:  # few sizes, few compilations
             need = min(max(256, 1 << (need - 1).bit_length()), self.context)
-        return KVCache.from_config(
-            self.model.config,
-            self.kv_cache,
-            batch_size=len(rows),
-            max_length=need,
-            dtype=self.autocast or self.model.transformer.wte.weight.dtype,
-            device=self.device,
-        )
+        sizes: dict[str, Any] = {
+            "batch_size": len(rows),
+            "max_length": need,
+            "dtype": self.autocast or self.model.transformer.wte.weight.dtype,
+            "device": self.device,
+        }
+        ensure_fits(self.model.config, self.kv_cache, **sizes)
+        return KVCache.from_config(self.model.config, self.kv_cache, **sizes)
 
     def prefill(self, prompts: Sequence[Sequence[int]], cache: KVCache) -> torch.Tensor:
         """Feed the prompts, chunk by chunk, and return the logits after each, `(B, V)`; an empty prompt idles."""
         logits: torch.Tensor | None = None
-        for start in range(0, max(map(len, prompts)), self.prefill_chunk):
-            chunks = [list(prompt[start : start + self.prefill_chunk]) for prompt in prompts]
+        prefixes = self.prefixes(cache)
+        rest = prefixes.restore(prompts)
+        for start in range(0, max(map(len, rest)), self.prefill_chunk):
+            chunks = [list(prompt[start : start + self.prefill_chunk]) for prompt in rest]
             out = self._forward(self._padded(chunks), cache, cache.plan([len(chunk) for chunk in chunks]))[:, -1]
             if logits is None or all(chunks):
                 logits = out
             else:  # rows that ended in an earlier chunk keep their logits
                 fed = torch.tensor([bool(chunk) for chunk in chunks], device=self.device)
                 logits = torch.where(fed[:, None], out, logits)
+            prefixes.keep_chunks(prompts, [len(chunk) for chunk in chunks])
         assert logits is not None
         return logits
 
@@ -163,6 +181,13 @@ class Engine:
         step = cache.plan([len(chunk) for chunk in chunks])
         idx = self._padded(chunks)
         return self._decode_step(idx, cache, step) if step.size == 1 else self.model(idx, cache=cache, step=step)
+
+    def prefixes(self, cache: KVCache) -> Prefixes:
+        """What the cache's rows have in common with earlier ones."""
+        scope = ()
+        if self.prefix_store is not None:
+            scope = (self.kv_cache, cache.dtype, self.model.rope.is_long(cache.max_length))
+        return Prefixes(self.prefix_store, cache, scope, self.prefill_chunk)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -276,6 +301,8 @@ class Stream(Iterator[Event]):
                     events = self._accept(logits, chosen, samplers)
                 self._decode_seconds += perf_counter() - start
                 yield events
+            with engine.computing():
+                engine.prefixes(cache).keep_sequences([row.sequence for row in rows])
 
     def _accept(
         self, logits: torch.Tensor, chosen: Sequence[Sequence[int]], samplers: list[Sampler | None]

@@ -4,8 +4,10 @@
 
 The result is the model's own. Greedy rows get the same tokens as without drafts, and for the others a drafted token is
 kept with such a probability that the tokens are distributed as without drafts (https://arxiv.org/abs/2211.17192). With
-a seed they are therefore other tokens than without drafts, but as likely. A good draft saves forward passes, a bad one
-costs the computing of a few positions more.
+a seed they are therefore other tokens than without drafts, but as likely. All this is exact up to the rounding of the
+logits: several positions at once may be summed in another order than one by one.
+
+A good draft saves forward passes, a bad one costs the computing of a few positions more.
 """
 
 from __future__ import annotations

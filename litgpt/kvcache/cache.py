@@ -46,6 +46,7 @@ class KVCache(nn.Module):
         self.batch_size = batch_size
         self.max_length = max(spec.max_length for spec in specs)
         self.device = device
+        self.dtype = dtype or torch.get_default_dtype()
         self.lengths = [0] * batch_size
         self._high = [0] * batch_size  # longest length written since the row was reset
 

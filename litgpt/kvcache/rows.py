@@ -37,6 +37,22 @@ class RowState:
         """Bytes of the buffers."""
         return sum(b.numel() * b.element_size() for b in self.buffers.values())
 
+    def cut(self, length: int) -> RowState:
+        """The row taken back to `length` tokens; it shares the buffers.
+
+        Raises:
+            ValueError: the row cannot be taken back that far exactly.
+        """
+        n = self.length - length
+        if not 0 <= n <= self.max_rewind:
+            raise ValueError(f"cannot rewind {n} tokens exactly, at most {self.max_rewind}")
+        buffers = {}
+        for name, buffer in self.buffers.items():
+            spec = self.specs[int(name.split(".")[1])]
+            buffers[name] = buffer[:, : _slots_used(spec, length, self.high)]
+        high = self.high if any(self.high > spec.slots for spec in self.specs) else length
+        return RowState(length, high, self.max_rewind - n, self.specs, buffers)
+
 
 def export_row(cache: KVCache, row: int) -> RowState:
     """A copy of a row; see `KVCache.export_row`."""
@@ -57,6 +73,8 @@ def import_row(cache: KVCache, row: int, state: RowState) -> None:
     for i, layer in enumerate(cache.layer_caches()):
         for name, part in _parts(layer, row, _slots_used(state.specs[i], state.length, state.high)).items():
             part.copy_(state.buffers[f"layers.{i}.{name}"])
+        if state.high > state.length:  # rings of a row that was taken back
+            layer.forget(row, state.length, state.high)
     cache.lengths[row], cache._high[row] = state.length, state.high
 
 
