@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from litgpt.checkpoint.cache_file import fingerprint, load_cache, load_rows, save_cache, save_rows
-from litgpt.checkpoint.safetensors_file import write_safetensors
 from litgpt.errors import UserError
 from litgpt.kvcache import KVCache
 from litgpt.model import GPT
@@ -67,7 +67,7 @@ def test_what_does_not_belong_is_refused(tmp_path: Path) -> None:
             load_rows(path, stranger, "dense")
     with pytest.raises(UserError, match="nothing"):
         load_rows(tmp_path / "nothing", model, "dense")
-    write_safetensors(tmp_path / "weights", {}, [], {"format": "pt"})
+    save_file({}, tmp_path / "weights", {"format": "pt"})
     with pytest.raises(UserError, match="holds no KV cache"):
         load_rows(tmp_path / "weights", model, "dense")
 
@@ -94,7 +94,7 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: p
     def fail(*args: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("litgpt.checkpoint.cache_file.write_safetensors", fail)
+    monkeypatch.setattr("litgpt.checkpoint.cache_file.save_file", fail)
     with pytest.raises(OSError, match="disk full"):
         saved(path, "dense")
     assert path.read_bytes() == before

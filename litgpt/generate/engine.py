@@ -23,9 +23,9 @@ from litgpt.generate.sampling import Sampler, logprobs_of, pick_all
 from litgpt.generate.speculative import Speculation, Speculator, rewind_depth
 from litgpt.generate.types import Event, Result, SamplingParams, Timing
 from litgpt.kvcache import KVCache
+from litgpt.kvcache.memory import ensure_fits
 from litgpt.kvcache.prefix import PrefixStore
 from litgpt.kvcache.spec import CacheKind
-from litgpt.kvcache.memory import ensure_fits
 from litgpt.model import GPT
 from litgpt.tokenizer import Tokenizer
 
