@@ -59,7 +59,7 @@ def decode_both(model: GPT, decode: CompiledDecode, compiled: KVCache, eager: KV
         idx = tokens[:, t : t + 1]
         actual = decode(idx, compiled, compiled.plan(1))
         expected = model(idx, cache=eager, step=eager.plan(1))
-        torch.testing.assert_close(actual, expected, atol=1e-8, rtol=0)
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
     assert compiled.lengths == eager.lengths
 
 
