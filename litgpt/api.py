@@ -23,6 +23,7 @@ from litgpt.generate.loading import autocast_dtype, load_weights, with_stops_of
 from litgpt.generate.speculative import Speculation
 from litgpt.generate.types import Result, SamplingParams, as_stop_strings
 from litgpt.kvcache import CacheKind
+from litgpt.kvcache.prefix import PrefixStore
 from litgpt.model import GPT
 from litgpt.prompts import PromptStyle, choose_prompt_style, encode_prompt, save_prompt_style
 from litgpt.runtime import pick_device, pick_precision, weight_dtype
@@ -64,7 +65,8 @@ class LLM(nn.Module):
         config: the model's architecture.
         checkpoint_dir: where the weights are; None for random ones.
         tokenizer_dir: where the tokenizer is.
-        kv_cache: kind of the KV cache.
+        kv_cache: kind of the KV cache, see `load`.
+        prefix_cache_bytes: memory for the caches of past requests, see `load`.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class LLM(nn.Module):
         checkpoint_dir: Path | None = None,
         tokenizer_dir: Path | None = None,
         kv_cache: str = "dense",
+        prefix_cache_bytes: int = 0,
     ) -> None:
         super().__init__()
         self.model = model
@@ -85,6 +88,7 @@ class LLM(nn.Module):
         self.checkpoint_dir = checkpoint_dir
         self.tokenizer_dir = tokenizer_dir
         self.kv_cache = kv_cache
+        self.prefix_store = PrefixStore(prefix_cache_bytes) if prefix_cache_bytes else None
         self.precision: str | None = None  # as asked for; None: the best for the device
         self._autocast: torch.dtype | None = None
         self.fixed_kv_cache_size: int | Literal["max_model_supported"] | None = None
@@ -103,6 +107,7 @@ class LLM(nn.Module):
         precision: str | None = None,
         device: str | None = None,
         kv_cache: str = "dense",
+        prefix_cache_bytes: int = 0,
         prompt_style: str | PromptStyle | None = None,
     ) -> LLM:
         """Load a model.
@@ -117,7 +122,11 @@ class LLM(nn.Module):
                 `trainer_setup()`.
             precision: "bf16-true", "32-true", ...; None for the best that the hardware computes in.
             device: "cpu", "cuda", "cuda:1", "mps"; None for the fastest there is.
-            kv_cache: kind of the KV cache.
+            kv_cache: kind of the KV cache: "dense" is exact; "window:1024", "sinks:4+1020", "h2o:1024", "snap:1024" and
+                "tova:1024" keep so many tokens, "int8" and "int4" so many bits, "offload" stores on the CPU; with a
+                comma both, "h2o:1024,int8".
+            prefix_cache_bytes: memory for the caches of past requests, so that a prompt that begins like one of them is
+                computed from where they part. 0: none.
             prompt_style: how requests are formatted, by name or as an object; "raw" leaves them as they are and None
                 does what the checkpoint says.
 
@@ -143,7 +152,7 @@ class LLM(nn.Module):
         tokenizer = Tokenizer(text_dir)
         style = choose_prompt_style(path or text_dir, tokenizer, config, prompt_style)
         place = pick_device(device)
-        llm = cls(None, Preprocessor(tokenizer, place), style, config, path, text_dir, kv_cache)
+        llm = cls(None, Preprocessor(tokenizer, place), style, config, path, text_dir, kv_cache, prefix_cache_bytes)
         llm.precision = precision
         if distribute is not None:
             llm._place(place, precision)
@@ -193,6 +202,8 @@ class LLM(nn.Module):
             raise
 
     def _place(self, device: torch.device, wanted: str | None) -> None:
+        if self.prefix_store is not None:
+            self.prefix_store.clear()
         precision = pick_precision(wanted, device)
         dtype = weight_dtype(precision)
         if self.model is not None:
@@ -220,6 +231,8 @@ class LLM(nn.Module):
         Raises:
             UserError: the checkpoint does not exist or does not fit.
         """
+        if self.prefix_store is not None:
+            self.prefix_store.clear()
         if trainer_ckpt is None and self.checkpoint_dir is not None:
             self.model = load_weights(self.checkpoint_dir, "32-true", torch.device("cpu"), self.config).train()
             self.config = self.model.config
@@ -316,6 +329,7 @@ class LLM(nn.Module):
             kv_cache=self.kv_cache,
             max_length=self.model.max_seq_length if fixed == "max_model_supported" else fixed,
             autocast=self._autocast,
+            prefix_store=self.prefix_store,
             speculation=speculation,
         )
 

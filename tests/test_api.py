@@ -354,3 +354,13 @@ def test_trainer_setup_names_a_bad_checkpoint(checkpoint: Path, tmp_path: Path) 
     (tmp_path / "bad.ckpt").write_bytes(b"nothing")
     with pytest.raises(UserError, match="cannot read"):
         llm.trainer_setup(tmp_path / "bad.ckpt")
+
+
+def test_prefix_cache(checkpoint: Path) -> None:
+    llm = LLM.load(checkpoint, device="cpu", precision="32-true", prefix_cache_bytes=2**24)
+    assert llm.prefix_store is not None
+    answers = [llm.generate("hello", max_new_tokens=5, temperature=0.0, return_as_token_ids=True) for _ in range(2)]
+    assert torch.equal(*answers)
+    assert llm.prefix_store.stats.hits == 1
+    llm.distribute(accelerator="cpu", precision="bf16-true")
+    assert len(llm.prefix_store) == 0

@@ -61,7 +61,7 @@ def test_what_does_not_belong_is_refused(tmp_path: Path) -> None:
         load_rows(path, model, "window:10")
     other = copy.deepcopy(model)
     with torch.no_grad():
-        other.transformer.h[-1].mlp.proj.weight.mul_(1.01)
+        other.get_parameter("transformer.h.1.mlp.proj.weight").mul_(1.01)
     for stranger in (model_of("gemma3_text"), other, copy.deepcopy(model).float()):
         with pytest.raises(UserError, match="another model"):
             load_rows(path, stranger, "dense")

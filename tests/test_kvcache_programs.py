@@ -7,6 +7,7 @@ Planted faults show that these programs find what they are meant to find.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -18,56 +19,36 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from litgpt.attention import KVView, Step
-from litgpt.config import Config
 from litgpt.kvcache import KVCache, LayerSpec
 from litgpt.kvcache.exact import ExactCache
+from litgpt.kvcache.quantized import QuantizedBuffer
+from litgpt.kvcache.storage import PlainStore
 from litgpt.model import GPT
-from tests.tiny import random_ids, randomize
+from litgpt.rope import Rope
+from tests import test_kinds
+from tests.tiny import random_ids
+from tests.tiny_cached import FEATURES, MAX_LENGTH, TOLERANCE, VOCABULARY, cache_of, model_of
 
-MAX_LENGTH = 40
-VOCABULARY = 31
-TOLERANCE = 1e-10
-COMMON: dict[str, Any] = {
-    "n_layer": 2,
-    "n_embd": 12,
-    "n_head": 4,
-    "n_query_groups": 2,
-    "head_size": 6,
-    "vocab_size": VOCABULARY,
-    "padded_vocab_size": VOCABULARY,
-    "block_size": MAX_LENGTH,
-    "intermediate_size": 14,
-    "parallel_residual": False,
-    "bias": False,
-    "norm_class_name": "RMSNorm",
-    "mlp_class_name": "LLaMAMLP",
-    "rotary_percentage": 1.0,
-}
-LATENT = {"q_lora_rank": 5, "kv_lora_rank": 7, "qk_rope_head_dim": 4, "qk_nope_head_dim": 3, "v_head_dim": 5}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "window": {"sliding_window_size": 4},
-    "mixed_softcap": {"sliding_window_size": 3, "sliding_window_indices": [1, 0], "attention_logit_softcapping": 2.0},
-    "mixed_sinks": {"sliding_window_size": 5, "sliding_window_indices": [0, 1], "attention_sinks": True},
-    "latent": {"n_query_groups": 4, "latent_attention": LATENT},
-}
+WINDOW = 5  # of the kind that bounds global layers
+KINDS = ("dense", f"window:{WINDOW}")
 
 
 @functools.cache
-def model_of(name: str) -> GPT:
-    model = GPT(Config(**{**COMMON, **CONFIGS[name]})).double().eval()
-    randomize(model, seed=len(name))
+def reference_of(feature: str, kind: str) -> GPT:
+    """The model whose cache-free forward pass is right: for the window, with that window in its global layers."""
+    model = copy.deepcopy(model_of(feature))
+    if kind.startswith("window"):
+        for block in model.transformer.h:
+            block.attn.window = block.attn.window or WINDOW
     return model
 
 
 class Program:
     """A cache beside the plain lists of tokens that its rows should hold."""
 
-    def __init__(self, name: str, batch_size: int, slack: int) -> None:
-        self.model = model_of(name)
-        config = self.model.config
-        specs = [LayerSpec.from_config(config, i, MAX_LENGTH, slack=slack) for i in range(config.n_layer)]
-        self.cache = KVCache(specs, batch_size, torch.float64)
+    def __init__(self, feature: str, kind: str, batch_size: int, slack: int) -> None:
+        self.model, self.reference = model_of(feature), reference_of(feature, kind)
+        self.cache = cache_of(self.model, kind, batch_size, slack=slack)
         self.rows: list[list[int]] = [[] for _ in range(batch_size)]
 
     def feed(self, new: list[list[int]]) -> None:
@@ -78,7 +59,7 @@ class Program:
         for b, n in enumerate(counts):
             self.rows[b] = self.rows[b] + new[b]
             if n:
-                expected = self.model(torch.tensor([self.rows[b]]))[0, -n:]
+                expected = self.reference(torch.tensor([self.rows[b]]))[0, -n:]
                 error = (logits[b, :n] - expected).abs().max().item()
                 assert error <= TOLERANCE, f"row {b}, {n} new tokens of {len(self.rows[b])}: off by {error}"
         assert self.cache.lengths == [len(row) for row in self.rows]
@@ -96,8 +77,8 @@ class Program:
         self.rows[target] = list(self.rows[source])
 
 
-def run_random_program(data: st.DataObject, name: str, batch_size: int, slack: int) -> None:
-    program = Program(name, batch_size, slack)
+def run_random_program(data: st.DataObject, feature: str, kind: str, batch_size: int, slack: int) -> None:
+    program = Program(feature, kind, batch_size, slack)
     rows = range(batch_size)
     token = st.integers(0, VOCABULARY - 1)
     for _ in range(data.draw(st.integers(6, 14))):
@@ -128,10 +109,10 @@ def programs(max_examples: int) -> Callable[[], None]:
         phases=(Phase.generate,),
         report_multiple_bugs=False,
     )
-    @given(st.data(), st.sampled_from(list(CONFIGS)), st.integers(1, 3), st.integers(1, 5))
+    @given(st.data(), st.sampled_from(list(FEATURES)), st.sampled_from(KINDS), st.integers(1, 3), st.integers(1, 5))
     @torch.no_grad()
-    def check(data: st.DataObject, name: str, batch_size: int, slack: int) -> None:
-        run_random_program(data, name, batch_size, slack)
+    def check(data: st.DataObject, feature: str, kind: str, batch_size: int, slack: int) -> None:
+        run_random_program(data, feature, kind, batch_size, slack)
 
     return check
 
@@ -140,20 +121,25 @@ def test_random_programs_equal_the_cache_free_forward() -> None:
     programs(max_examples=60)()
 
 
-def test_every_config_wraps_rewinds_and_forks() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature_wraps_rewinds_and_forks(feature: str, kind: str) -> None:
     """A fixed program that is sure to reach every path, whatever the random ones draw."""
+    fixed_program(feature, kind)
+
+
+def fixed_program(feature: str, kind: str) -> None:
     with torch.no_grad():
-        for name in CONFIGS:
-            program = Program(name, batch_size=2, slack=2)
-            draw = [random_ids((40,), seed, VOCABULARY).tolist() for seed in range(6)]
-            program.feed([draw[0][:12], draw[1][:3]])  # longer than the rings
-            program.feed([draw[0][12:14], draw[1][3:5]])  # in place
-            program.rewind([2, 1])
-            program.feed([draw[2][:9], draw[3][:1]])  # longer than the slack, over rewound slots
-            program.fork(0, 1)
-            program.feed([draw[2][:1], draw[4][:1]])
-            program.reset(0)
-            program.feed([draw[5][:1], draw[4][1:8]])
+        program = Program(feature, kind, batch_size=2, slack=2)
+        draw = [random_ids((40,), seed, VOCABULARY).tolist() for seed in range(6)]
+        program.feed([draw[0][:12], draw[1][:3]])  # longer than the rings
+        program.feed([draw[0][12:14], draw[1][3:5]])  # in place
+        program.rewind([2, 1])
+        program.feed([draw[2][:9], draw[3][:1]])  # longer than the slack, over rewound slots
+        program.fork(0, 1)
+        program.feed([draw[2][:1], draw[4][:1]])
+        program.reset(0)
+        program.feed([draw[5][:1], draw[4][1:8]])
 
 
 def off_by_one_window(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,19 +186,129 @@ def rows_share_the_longest_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVCache, "plan", shared)
 
 
-@pytest.mark.parametrize(
-    "plant",
-    [
-        off_by_one_window,
-        ring_without_slack,
-        rewind_forgets_the_high_mark,
-        rewind_one_too_far,
-        padding_is_stored,
-        reset_keeps_the_length,
-        rows_share_the_longest_end,
-    ],
-)
+def positions_start_at_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Rope.rows
+
+    def relative(self: Rope, positions: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return rows(self, positions - positions[:, :1], *args, **kwargs)
+
+    monkeypatch.setattr(Rope, "rows", relative)
+
+
+def groups_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    write, write_run = PlainStore.write, PlainStore.write_run
+
+    def flipped(x: torch.Tensor | None) -> torch.Tensor | None:
+        return None if x is None else x.flip(1)
+
+    monkeypatch.setattr(PlainStore, "write", lambda self, at, k, v, live=None: write(self, at, flipped(k), v, live))
+    monkeypatch.setattr(
+        PlainStore, "write_run", lambda self, at, k, v, live=None: write_run(self, at, flipped(k), v, live)
+    )
+
+
+def rings_forget_what_came_before_a_long_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = ExactCache._update_by_long_chunk
+    monkeypatch.setattr(
+        ExactCache,
+        "_update_by_long_chunk",
+        lambda self, k, v, step: update(self, k, v, dataclasses.replace(step, fresh=True)),
+    )
+
+
+def fork_shares_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVCache, "import_row", lambda self, row, state: self.lengths.__setitem__(row, state.length))
+
+
+PLANTS = [
+    off_by_one_window,
+    ring_without_slack,
+    rewind_forgets_the_high_mark,
+    rewind_one_too_far,
+    padding_is_stored,
+    reset_keeps_the_length,
+    rows_share_the_longest_end,
+    positions_start_at_the_chunk,
+    groups_in_the_wrong_order,
+    rings_forget_what_came_before_a_long_chunk,
+    fork_shares_its_source,
+]
+
+
+@pytest.mark.parametrize("plant", PLANTS)
 def test_planted_faults_are_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    with pytest.raises((AssertionError, IndexError, RuntimeError, ValueError)):
+    with pytest.raises((AssertionError, IndexError, RuntimeError, ValueError)) as caught:
         programs(max_examples=400)()
+    print(f"{plant.__name__}: {str(caught.value).splitlines()[0][:90]}")
+
+
+# Faults that random programs cannot see: other tests must fail on them
+
+
+def a_failed_forward_commits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVCache, "abandon", KVCache.commit)
+
+
+def stale_slots_are_not_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ExactCache, "forget", lambda self, row, start, stop: None)
+
+
+def a_row_may_grow_past_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = KVCache.plan
+
+    def unchecked(self: KVCache, n_new: Any) -> Step:
+        monkeypatch.setattr(self, "max_length", 10**6)
+        return plan(self, n_new)
+
+    monkeypatch.setattr(KVCache, "plan", unchecked)
+
+
+def scales_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = QuantizedBuffer.decode
+    monkeypatch.setattr(
+        QuantizedBuffer, "decode", lambda self, code, scale, zero: decode(self, code, torch.ones_like(scale), zero)
+    )
+
+
+@torch.no_grad()
+def int8_is_near_dense() -> None:
+    model, ids = model_of("grouped"), random_ids((1, 20), 0, VOCABULARY)
+    dense, int8 = (cache_of(model, kind) for kind in ("dense", "int8"))
+    error = (model(ids, cache=dense) - model(ids, cache=int8)).abs().max().item()
+    assert error < 0.1, f"int8 is off by {error}"
+
+
+def test_int8_is_near_dense() -> None:
+    int8_is_near_dense()
+
+
+def failing_forwards() -> None:
+    test_kinds.test_a_failing_forward_leaves_rows_as_they_were_or_empty("dense", "mlp", 3)
+
+
+def stale_nans() -> None:
+    test_kinds.test_stale_nan_does_not_leak("dense", "rewind", 3)
+
+
+def rows_too_long() -> None:
+    test_kinds.test_what_does_not_fit_is_refused_and_changes_nothing("dense")
+
+
+@pytest.mark.parametrize(
+    ("plant", "check"),
+    [
+        (a_failed_forward_commits, failing_forwards),
+        (stale_slots_are_not_cleared, stale_nans),
+        (a_row_may_grow_past_the_end, rows_too_long),
+        (scales_are_forgotten, int8_is_near_dense),
+    ],
+)
+def test_other_planted_faults_are_found(
+    plant: Callable[[pytest.MonkeyPatch], None], check: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check()
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, IndexError, RuntimeError, ValueError, pytest.fail.Exception)) as caught:
+        check()
+    print(f"{plant.__name__}: {str(caught.value).splitlines()[0][:90]}")

@@ -270,6 +270,19 @@ def test_a_store_belongs_to_one_model() -> None:
         PrefixStore(0)
 
 
+def test_training_empties_the_store() -> None:
+    model, store = copy.deepcopy(model_of("llama")), PrefixStore(2**30)
+    prompts = [tokens_of(30)]
+    answers(Engine(model, prefix_store=store), prompts)
+    answers(Engine(model, prefix_store=store), prompts)
+    assert store.stats.hits == 1
+    with torch.no_grad():
+        model.transformer.wte.weight.mul_(2)
+    (after,) = answers(Engine(model, prefix_store=store), prompts)
+    assert store.stats.hits == 1
+    assert after.token_ids == answers(Engine(model), prompts)[0].token_ids
+
+
 def test_a_store_that_is_too_small_changes_nothing() -> None:
     engine = Engine(model_of("llama"), prefix_store=PrefixStore(10))
     prompts = [tokens_of(30)]

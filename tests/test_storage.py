@@ -105,7 +105,7 @@ def test_extreme_values_stay_finite(bits: int, size: int, dtype: torch.dtype) ->
             # codes of 4 bits leave out the last eighth of float16's range, those of 8 bits the last 128th
             step = x.double().abs().max().item() / 2 ** (bits - 1)
             spacing = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # of the smallest numbers
-            torch.testing.assert_close(y.double(), x.double(), rtol=0, atol=step + 8 * spacing)
+            torch.testing.assert_close(y.double(), x.double(), rtol=0, atol=1.01 * step + 8 * spacing)
 
 
 # The stores

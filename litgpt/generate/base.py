@@ -66,7 +66,10 @@ def main(
         repetition_penalty: Above 1, tokens that have already appeared become less likely.
         stop: A text, or a list of texts, that ends the continuation; it is not shown.
         seed: The seed of the random choices, counting up over the samples; null: another one each time.
-        kv_cache: The kind of the KV cache; dense is exact for every model.
+        kv_cache: The kind of the KV cache: dense, which is exact for every model; window:N, h2o:N, snap:N or tova:N,
+            which keep N tokens in layers with global attention; sinks:S+N, which keeps the first S and the last N and
+            goes on past the model's context; int8, int4 or offload, which keep all in 8 or 4 bits or in the memory of
+            the CPU. Both with a comma: h2o:1024,int8.
         speculate: lookup, or lookup:N: draft up to N tokens by looking for the last ones earlier in the text, and check
             them in one step. Faster where the answer repeats the prompt; the choice of tokens is as without.
     """

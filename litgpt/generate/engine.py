@@ -43,7 +43,7 @@ class Engine:
     Args:
         model: a GPT of any kind, on the device and in the dtype to compute with.
         tokenizer: gives text, stop strings and the default stop ids; without it results hold token ids only.
-        kv_cache: kind of the cache.
+        kv_cache: kind of the cache, see `litgpt/kvcache/README.md`; `sinks` goes on past the model's context.
         prefill_chunk: longest piece of a prompt in one forward.
         max_length: size of every cache in tokens, instead of what a request needs; also the longest sequence.
         max_batch_size: prompts computed together by `generate`; more are taken in turns.
@@ -184,7 +184,7 @@ class Engine:
 
     def prefixes(self, cache: KVCache) -> Prefixes:
         """What the cache's rows have in common with earlier ones."""
-        scope = ()
+        scope: tuple[object, ...] = ()
         if self.prefix_store is not None:
             scope = (self.kv_cache, cache.dtype, self.model.rope.is_long(cache.max_length))
         return Prefixes(self.prefix_store, cache, scope, self.prefill_chunk)

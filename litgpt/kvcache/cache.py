@@ -173,7 +173,9 @@ class KVCache(nn.Module):
         self.lengths[row] = self._high[row] = 0
 
     def reset(self) -> None:
-        """Empty all rows."""
+        """Empty all rows. What they held takes part in no later backward pass."""
+        for buffer in self.buffers():
+            buffer.detach_()
         for row in range(self.batch_size):
             self.reset_row(row)
 

@@ -13,6 +13,8 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch.nn as nn
+
 from litgpt.errors import UserError
 from litgpt.kvcache.rows import RowState
 
@@ -43,8 +45,6 @@ class PrefixStore:
     for full caches, within the slack for rings, not at all for caches that evict. What is found is therefore what the
     model would compute. A row is dropped early once a longer one can serve all that it can.
 
-    The weights must stay as they are: after a change, `clear`.
-
     Args:
         max_bytes: bytes of all rows together.
     """
@@ -57,13 +57,14 @@ class PrefixStore:
         self.stats = PrefixStats()
         self._roots: dict[Hashable, _Node] = {}
         self._by_use: OrderedDict[_Node, RowState] = OrderedDict()  # the next to be dropped first
-        self._model: weakref.ref[object] | None = None
+        self._model: weakref.ref[nn.Module] | None = None
+        self._weights = 0  # how often they have been changed in place
 
     def __len__(self) -> int:
         return len(self._by_use)
 
-    def bind(self, model: object) -> None:
-        """Say whose rows these are.
+    def bind(self, model: nn.Module) -> None:
+        """Say whose rows these are. They are forgotten if the weights have been changed in place since, as by training.
 
         Raises:
             UserError: they are another model's.
@@ -72,9 +73,14 @@ class PrefixStore:
             self._model = weakref.ref(model)
         elif self._model() is not model:
             raise UserError("the prefix store holds rows of another model", "make a store for each model")
+        weights = sum(0 if p.is_inference() else p._version for p in model.parameters())
+        if weights != self._weights:
+            self.clear()
+            self._model, self._weights = weakref.ref(model), weights
 
     def clear(self) -> None:
-        """Forget all rows, not the statistics."""
+        """Forget all rows and whose they were, not the statistics."""
+        self._model = None
         self._roots.clear()
         self._by_use.clear()
         self.nbytes = 0
