@@ -231,7 +231,6 @@ PLANTS = [
     positions_start_at_the_chunk,
     groups_in_the_wrong_order,
     rings_forget_what_came_before_a_long_chunk,
-    fork_shares_its_source,
 ]
 
 
@@ -283,6 +282,10 @@ def test_int8_is_near_dense() -> None:
     int8_is_near_dense()
 
 
+def fixed_forks() -> None:
+    fixed_program("grouped", "dense")
+
+
 def failing_forwards() -> None:
     test_kinds.test_a_failing_forward_leaves_rows_as_they_were_or_empty("dense", "mlp", 3)
 
@@ -298,6 +301,7 @@ def rows_too_long() -> None:
 @pytest.mark.parametrize(
     ("plant", "check"),
     [
+        (fork_shares_its_source, fixed_forks),  # random programs find it too, after many
         (a_failed_forward_commits, failing_forwards),
         (stale_slots_are_not_cleared, stale_nans),
         (a_row_may_grow_past_the_end, rows_too_long),
