@@ -286,7 +286,8 @@ def test_validate_reports_and_fails(folder: Path, capfd: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize("command", sorted(name for name in COMMANDS if name not in ("version", "download")))
 def test_every_command_explains_a_missing_path(fails: Fails, tmp_path: Path, command: str) -> None:
-    error, _ = fails(command, tmp_path / "nothing")
+    paths = [tmp_path / "nothing"] * (2 if command == "generate_speculatively" else 1)
+    error, _ = fails(command, *paths)
     assert "does not exist" in error
 
 
