@@ -49,6 +49,10 @@ class KVCache(nn.Module):
         self.dtype = dtype or torch.get_default_dtype()
         self.lengths = [0] * batch_size
         self._high = [0] * batch_size  # longest length written since the row was reset
+        # Tokens that a cache with relative sinks keeps, None for other kinds: past this length the sinks are seen as if
+        # they stood right before the window.
+        sinks = [spec for spec in specs if spec.policy == "sinks" and spec.window is not None]
+        self.relative_length = sinks[0].n_sink + (sinks[0].window or 0) if sinks else None
 
     @classmethod
     def from_config(
@@ -222,15 +226,6 @@ class KVCache(nn.Module):
             ValueError: the state is of another model or kind, or does not fit; nothing is changed then.
         """
         import_row(self, row, state)
-
-    @property
-    def relative_length(self) -> int | None:
-        """Tokens that a cache with relative sinks keeps, None for other kinds.
-
-        Past this length the sinks are seen as if they stood right before the window.
-        """
-        specs = [layer.spec for layer in self.layer_caches() if layer.spec.policy == "sinks"]
-        return specs[0].n_sink + specs[0].window if specs and specs[0].window is not None else None
 
     @property
     def chunk_invariant(self) -> bool:
