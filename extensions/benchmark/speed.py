@@ -94,7 +94,10 @@ def main() -> None:
     ]
     for worker in workers:
         worker.measure(args.prompt, 4)  # warm up
-    rounds = [{w.engine: w.measure(args.prompt, args.new) for w in workers} for _ in range(args.rounds)]
+    rounds = []
+    for i in range(args.rounds):  # every engine takes every place in the order
+        order = workers[i % len(workers) :] + workers[: i % len(workers)]
+        rounds.append({w.engine: w.measure(args.prompt, args.new) for w in order})
     for worker in workers:
         worker.stop()
 

@@ -27,10 +27,11 @@ class CompiledDecode:
 
     def __init__(self, model: GPT, backend: Any = "inductor") -> None:
         self.model = model
-        on_cpu = model.transformer.wte.weight.is_cpu and backend == "inductor"
-        options: dict[str, Any] | None = (
-            {"cpp_wrapper": True} if on_cpu else None
-        )  # a tenth faster there than a wrapper in Python
+        options: dict[str, Any] | None = None
+        if backend == "inductor" and model.transformer.wte.weight.is_cpu:
+            from litgpt.generate.matvec import MatVecPass
+
+            options = {"post_grad_custom_pre_pass": MatVecPass()}
         self._compiled = torch.compile(self._run, backend=backend, fullgraph=True, dynamic=False, options=options)
 
     def _run(self, idx: torch.Tensor, pos: torch.Tensor, end: torch.Tensor, cache: KVCache) -> torch.Tensor:
