@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from litgpt.layers import upcast
 
 SUM_BLOCK = 128  # queries a block when only the sums of weights are wanted
+FLEX_DEVICES = ("cuda",)  # where a compiled step visits the live blocks of the cache only
 QUERY_BLOCK = 512  # queries a block where scores are written out: bounds memory at QUERY_BLOCK * S instead of T * S
 
 
@@ -112,6 +113,19 @@ class Step:
             self.memo[key] = mask
         return mask
 
+    def block_mask(self, view: KVView, window: int | None, n_batch: int, n_groups: int, n_queries: int) -> Any:
+        """The same of one token a row as `torch.nn.attention.flex_attention` takes it, with R queries a group."""
+        from litgpt import flex
+
+        key = None if view.key is None else ("blocks", view.key, view.live, window, view.n_sink, n_groups, n_queries)
+        if key is None or key not in self.memo:
+            visible = self.visible(view, window).squeeze(2).expand(n_batch, n_groups, -1)
+            blocks = flex.block_mask(visible, n_queries)
+            if key is None:
+                return blocks
+            self.memo[key] = blocks
+        return self.memo[key]
+
 
 def attend(
     q: torch.Tensor,
@@ -141,6 +155,11 @@ def attend(
     """
     k, v = _live_slots(view)
     window = narrower(window, view.window)
+    if q.size(2) == 1 and q_for_sinks is None and q.device.type in FLEX_DEVICES and torch.compiler.is_compiling():
+        from litgpt import flex  # costs a second to import
+
+        blocks = step.block_mask(view, window, q.size(0), k.size(1), q.size(1) // k.size(1))
+        return flex.attend_one(q, k, v, blocks, scale=scale, softcap=softcap, sinks=sinks)
     if softcap is not None or sinks is not None or q_for_sinks is not None:
         return _attend_written_out(q, k, v, view, step, scale, window, softcap, sinks, q_for_sinks)
     n_batch, n_head, n_queries, size = q.shape

@@ -22,7 +22,7 @@ PACKAGE = Path(__file__).parent.parent / "litgpt"
 LAYERS: dict[int, list[str]] = {
     0: ["constants", "errors"],
     1: ["families", "config"],
-    2: ["rope", "layers", "attention", "kvcache"],
+    2: ["rope", "layers", "attention", "flex", "kvcache"],
     3: ["model"],
     4: ["peft", "lora", "adapter", "adapter_v2"],
     5: ["tokenizer", "tokenizer_files", "detokenizer", "chat_template", "prompts", "prompt_styles", "checkpoint"],
