@@ -1,0 +1,16 @@
+# Licensed under the Apache License 2.0, see the LICENSE file.
+
+"""Defaults that the finetuning commands share."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from litgpt.args import EvalArgs, LogArgs, TrainArgs
+
+LoggerChoice = Literal["csv", "tensorboard", "wandb", "mlflow", "litlogger"]
+
+TRAIN = TrainArgs(global_batch_size=16, micro_batch_size=1, epochs=5)
+EVAL = EvalArgs(interval=100, max_new_tokens=100)
+EVAL_FULL = EvalArgs(interval=600, max_new_tokens=100)
+LOG = LogArgs()

@@ -1,0 +1,167 @@
+# Licensed under the Apache License 2.0, see the LICENSE file.
+
+"""From the arguments of a finetuning command to a finished folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+
+from litgpt.args import EvalArgs, LogArgs, TrainArgs
+from litgpt.checkpoint.convert import load_model
+from litgpt.checkpoint.hub import resolve
+from litgpt.checkpoint.source import open_source
+from litgpt.config import Config
+from litgpt.errors import UserError
+from litgpt.runtime import get_default_supported_precision, num_parameters, pick_device, pick_precision, weight_dtype
+from litgpt.tokenizer import Tokenizer
+from litgpt.train.loggers import make_logger
+from litgpt.train.loop import fit, seed_everything
+from litgpt.train.method import Method
+from litgpt.train.optimizer import Spec
+from litgpt.train.state import Companions, claim, describe_arguments, find_resume
+
+if TYPE_CHECKING:
+    from litgpt.model import GPT
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments that all finetuning commands share; see `litgpt.finetune.full.setup`."""
+
+    checkpoint_dir: Path
+    out_dir: Path
+    data: Any
+    train: TrainArgs
+    eval: EvalArgs
+    log: LogArgs
+    optimizer: Spec
+    logger_name: str
+    seed: int
+    precision: str | None = None
+    devices: int | str = 1
+    num_nodes: int = 1
+    quantize: str | None = None
+    resume: bool | Literal["auto"] | Path | None = False
+    overwrite: bool = False
+    access_token: str | None = None
+
+
+def finetune(method: Method, arguments: Mapping[str, Any]) -> None:
+    """Finetune a model.
+
+    Args:
+        method: the way.
+        arguments: those of the command: the fields of `Settings`, and the method's own, which are only noted.
+
+    Raises:
+        UserError: anything that a person can mend.
+    """
+    s = Settings(**{f.name: arguments[f.name] for f in fields(Settings) if f.name in arguments})
+    if s.quantize is not None:
+        raise UserError(f"--quantize {s.quantize} is not available yet", "use --precision bf16-true to save memory")
+    if s.train.tie_embeddings is not None:
+        raise UserError("--train.tie_embeddings is for pretraining", "the checkpoint says whether they are tied")
+    resume = find_resume(s.resume, s.out_dir)
+    path = resolve(s.checkpoint_dir, access_token=s.access_token)
+    precision = pick_training_precision(s.precision, method.partial)
+    experiment_logger = make_logger(
+        s.logger_name, s.out_dir, f"finetune-{path.name}", s.log, resuming=resume is not None
+    )
+    plain: Any = precision  # Fabric's own list of names, spelt out as a type
+    fabric = Fabric(devices=s.devices, num_nodes=s.num_nodes, precision=plain, loggers=experiment_logger)
+    fabric.launch()
+    if fabric.is_global_zero:
+        claim(s.out_dir, resume is not None, s.overwrite)
+    else:
+        logging.getLogger("litgpt").setLevel(logging.ERROR)
+    fabric.barrier()
+
+    tokenizer = Tokenizer(path)
+    with open_source(path) as source:
+        config = source.config(Config)
+        files = {"config.json": json.dumps(source.hf_config(), indent=2).encode(), **source.companion_files()}
+    data = s.data
+    data.connect(
+        tokenizer=tokenizer,
+        batch_size=s.train.micro_batch_size,
+        max_seq_length=min(s.train.max_seq_length or config.block_size, config.block_size),
+    )
+    with fabric.rank_zero_first():
+        data.prepare_data()
+    data.setup()
+
+    seed_everything(s.seed)
+    model = load_for_training(method, path, precision, fabric.device)
+    if fabric.is_global_zero:
+        learnt, frozen = num_parameters(model, True), num_parameters(model, False)
+        logger.info(
+            "trainable parameters: %s, frozen: %s (%s, %s)", f"{learnt:,}", f"{frozen:,}", precision, fabric.device
+        )
+    companions = Companions(config, files, describe_arguments(arguments), getattr(data, "prompt_style", None))
+    fit(
+        fabric,
+        method,
+        model,
+        data,
+        s.train,
+        s.eval,
+        optimizer=s.optimizer,
+        seed=s.seed,
+        out_dir=s.out_dir,
+        companions=companions,
+        resume=resume,
+    )
+    if fabric.is_global_zero and method.finalise is not None:
+        method.finalise(model, s.out_dir / "final", path)
+    fabric.barrier()
+
+
+def pick_training_precision(precision: str | None, partial: bool) -> str:
+    """The precision to train in, as Lightning writes it.
+
+    Under a 16-bit precision the frozen part of a model is held in 16 bits and computed in 16 bits; what learns is held
+    in 32 bits, so that small updates are not lost. Only a fully trained model under bf16-true or 16-true is held in 16
+    bits throughout.
+
+    Args:
+        precision: what was asked for; None is bf16 where the hardware computes in it, else fp32.
+        partial: most of the model is frozen.
+    """
+    if precision is None or precision == "auto":
+        return get_default_supported_precision(training=True)
+    chosen = pick_precision(precision, pick_device())
+    return chosen.replace("16-true", "16-mixed") if partial else chosen
+
+
+def load_for_training(method: Method, path: Path, precision: str, device: torch.device) -> GPT:
+    """Load a model for a method, with its trainable parameters marked and in the dtype that they are updated in.
+
+    Args:
+        method: the way of finetuning.
+        path: the base checkpoint.
+        precision: from `pick_training_precision`.
+        device: where it goes.
+    """
+    held = weight_dtype(precision.replace("-mixed", "-true") if method.partial else precision)
+    model = load_model(path, gpt_class=method.gpt_class, dtype=held, device=device, **method.config)
+    method.mark_trainable(model)
+    _hold(model, weight_dtype(precision))
+    return model
+
+
+def _hold(model: nn.Module, dtype: torch.dtype) -> None:
+    """Bring what learns to the dtype that it is updated in."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)

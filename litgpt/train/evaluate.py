@@ -1,0 +1,69 @@
+# Licensed under the Apache License 2.0, see the LICENSE file.
+
+"""Evaluation while training, in a context that leaves no trace."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import nn
+
+from litgpt.train.batches import Batch
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+
+
+@contextlib.contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode and no gradients inside; afterwards everything is as before.
+
+    That is: the mode of each module, the random numbers of torch (all devices), Python and numpy, and the settings of
+    cuDNN. Training goes on as if nothing had happened.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    python, numpy = random.getstate(), np.random.get_state()
+    cudnn = torch.backends.cudnn
+    flags = cudnn.enabled, cudnn.benchmark, cudnn.deterministic
+    model.eval()
+    try:
+        with torch.random.fork_rng(), torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        random.setstate(python)
+        np.random.set_state(numpy)
+        cudnn.enabled, cudnn.benchmark, cudnn.deterministic = flags
+
+
+def mean_loss(fabric: Fabric, objective: nn.Module, batches: Iterable[Batch]) -> float:
+    """The loss per learnt token over all batches of all devices; NaN when no token is learnt.
+
+    Args:
+        fabric: reduces over devices and computes in its precision.
+        objective: gives the summed loss of a batch.
+        batches: those of this device; every device has the same number.
+    """
+    total = torch.zeros(2, dtype=torch.float64)
+    for batch in batches:
+        if batch.supervised or fabric.world_size > 1:
+            with fabric.autocast():
+                loss = objective(batch.to(fabric.device))
+            total += torch.tensor([float(loss), batch.supervised], dtype=torch.float64)
+    total = sum_over_devices(fabric, total)
+    return float(total[0] / total[1])
+
+
+def sum_over_devices(fabric: Fabric, values: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor over all devices, on the CPU."""
+    if fabric.world_size == 1:
+        return values
+    reduced = fabric.all_reduce(values.to(fabric.device), reduce_op="sum")
+    assert isinstance(reduced, torch.Tensor)
+    return reduced.cpu()
