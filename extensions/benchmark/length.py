@@ -80,9 +80,7 @@ def main() -> None:
     unused = {size: Decoding(model, "dense", 256, size) for size in (512, context)}
     interleave(unused.values(), 3 * args.rounds)
     small, large = (run.milliseconds for run in unused.values())
-    out(
-        f"dense at 256 tokens: {small:.1f} ms with max_length 512, {large:.1f} ms with {context}, {large / small:.3f} x\n\n"
-    )
+    out(f"dense at 256: {small:.1f} ms with max_length 512, {large:.1f} ms with {context}, {large / small:.3f} x\n\n")
 
     table: dict[str, list[float]] = {kind: [] for kind in kinds}
     for length in lengths:
