@@ -1,12 +1,13 @@
 # Licensed under the Apache License 2.0, see the LICENSE file.
 
-"""Where and how a model runs: device, precision and logging. Importing this module does not import torch."""
+"""Where and how a model runs: device, precision, logging, cached files. Importing this module does not import torch."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from litgpt.errors import UserError
@@ -71,6 +72,15 @@ def setup_logging(debug: bool = False) -> None:
 def debug_enabled() -> bool:
     """Whether the person asked for tracebacks and debugging messages through `LITGPT_DEBUG`."""
     return os.environ.get("LITGPT_DEBUG", "").lower() not in ("", "0", "false", "no")
+
+
+def cache_dir() -> Path:
+    """Return the folder for what can be fetched or made again: `$LITGPT_HOME`, or `~/.cache/litgpt`.
+
+    It need not exist yet.
+    """
+    home = os.environ.get("LITGPT_HOME")
+    return Path(home).expanduser() if home else Path.home() / ".cache" / "litgpt"
 
 
 def pick_device(device: str | torch.device | None = None) -> torch.device:

@@ -55,6 +55,7 @@ class Tokenizer:
         checkpoint_dir: a folder with tokenizer files, or a `.gguf` file.
 
     Attributes:
+        path: that folder or file.
         processor: the object of the `tokenizers` or `sentencepiece` library.
         backend: "huggingface" or "sentencepiece".
         bos_id: token that starts a text, None if there is none.
@@ -68,7 +69,7 @@ class Tokenizer:
     """
 
     def __init__(self, checkpoint_dir: Path | str) -> None:
-        path = Path(checkpoint_dir)
+        self.path = path = Path(checkpoint_dir)
         self._files: TokenizerFiles = read_tokenizer_files(path)
         self.model_name = path.name if path.is_dir() else path.stem
         self.backend: Literal["huggingface", "sentencepiece"]

@@ -25,7 +25,7 @@ class HubStub:
     """What the hub serves and what it was asked.
 
     Attributes:
-        repos: repository id -> file name -> content.
+        repos: repository id -> file name -> content; models and data sets alike.
         large: names of files that are listed with a sha256, as files in large-file storage are.
         drops: file name -> how often its connection breaks half way.
         refuse: repository id -> (status, error code of the hub or "").
@@ -70,10 +70,10 @@ def serve(stub: HubStub) -> Iterator[HubStub]:
         def do_GET(self) -> None:
             stub.requests.append(("GET", self.path, self.headers.get("Range"), self.headers.get("Authorization")))
             path = self.path.split("?")[0].strip("/")
-            if path.startswith("api/models/"):
-                self._answer_api(path.removeprefix("api/models/"))
+            if path.startswith(("api/models/", "api/datasets/")):
+                self._answer_api(path.split("/", 2)[2])
             else:
-                repo_id, _, name = path.partition(f"/resolve/{COMMIT}/")
+                repo_id, _, name = path.removeprefix("datasets/").partition(f"/resolve/{COMMIT}/")
                 self._answer_file(repo_id, name)
 
         def _answer_api(self, repo_id: str) -> None:

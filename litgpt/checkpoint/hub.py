@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Literal
 
 from litgpt.checkpoint.hub_errors import explained, is_network_down
 from litgpt.checkpoint.transfer import INCOMPLETE, RemoteFile, fetch_all
@@ -93,7 +94,7 @@ def download_repo(
     folder = Path(out_dir) if out_dir is not None else CHECKPOINTS / repo_id
     with explained(repo_id, lambda: _spelling_hint(repo_id, "check the name; `litgpt download list` shows known ones")):
         try:
-            files, headers = _list_files(repo_id, access_token)
+            files, headers = list_files(repo_id, access_token)
         except (HTTPError, OSError) as error:
             here = folder if _is_whole(folder, tokenizer_only) else _in_hub_cache(repo_id, tokenizer_only)
             if here is None or not is_network_down(error):
@@ -162,16 +163,20 @@ def _choose_gguf(names: list[str], quant: str | None) -> list[str]:
     return names[:1]
 
 
-def _list_files(repo_id: str, access_token: str | None) -> tuple[dict[str, RemoteFile], dict[str, str]]:
+def list_files(
+    repo_id: str, access_token: str | None, repo_type: Literal["model", "dataset"] = "model"
+) -> tuple[dict[str, RemoteFile], dict[str, str]]:
     """The files of a repository at its newest revision, and the headers for fetching them."""
     from huggingface_hub import HfApi, constants, hf_hub_url
     from huggingface_hub.utils import build_hf_headers
 
     endpoint = constants.ENDPOINT
-    info = HfApi(endpoint=endpoint, token=access_token).model_info(repo_id, files_metadata=True, timeout=30)
+    api = HfApi(endpoint=endpoint, token=access_token)
+    ask = api.model_info if repo_type == "model" else api.dataset_info
+    info = ask(repo_id, files_metadata=True, timeout=30)
     files = {}
     for item in info.siblings or []:
-        url = hf_hub_url(repo_id, item.rfilename, revision=info.sha, endpoint=endpoint)
+        url = hf_hub_url(repo_id, item.rfilename, repo_type=repo_type, revision=info.sha, endpoint=endpoint)
         digest = item.lfs.sha256 if item.lfs is not None else item.blob_id
         files[item.rfilename] = RemoteFile(item.rfilename, url, item.size, digest)
     return files, build_hf_headers(token=access_token, library_name="litgpt")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 import shutil
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from zipfile import BadZipFile, ZipFile
 
 from litgpt.checkpoint.save import hash_file
 from litgpt.errors import UserError
+from litgpt.runtime import cache_dir
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +51,6 @@ DEMO_MODEL = PackagedModel(
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     megabytes=93,
 )
-
-
-def cache_dir() -> Path:
-    """Return the folder for fetched models: `$LITGPT_HOME`, or `~/.cache/litgpt`. It need not exist yet."""
-    home = os.environ.get("LITGPT_HOME")
-    return Path(home).expanduser() if home else Path.home() / ".cache" / "litgpt"
 
 
 def find_demo_model() -> Path | None:
