@@ -24,7 +24,7 @@ LAYERS: dict[int, list[str]] = {
     1: ["families", "config"],
     2: ["rope", "layers", "attention", "flex", "kvcache"],
     3: ["model"],
-    4: ["peft", "lora", "adapter", "adapter_v2"],
+    4: ["peft", "lora", "lora_layers", "lora_adapters", "adapter", "adapter_v2", "ia3"],
     5: ["tokenizer", "tokenizer_files", "detokenizer", "chat_template", "prompts", "prompt_styles", "checkpoint"],
     6: ["args", "data", "runtime"],
     7: ["generate", "train"],

@@ -95,7 +95,6 @@ def _fill(model: GPT, plan: Plan, source: Source) -> None:
     """Copy every tensor to its place."""
     state = model.state_dict()  # views of the parameters, experts one by one
     places = {link.ours: _place(link.ours, state) for links in plan.links.values() for link in links}
-    _reset_others(model, places.values())
     infos, unreleased = source.tensors(), 0
     with byte_bar("loading", sum(infos[name].nbytes for name in plan.links), delay=1, leave=False) as bar:
         for name, links in plan.links.items():
@@ -110,6 +109,7 @@ def _fill(model: GPT, plan: Plan, source: Source) -> None:
                     if unreleased >= source.release_after:
                         source.release()
                         unreleased = 0
+    _reset_others(model, places.values())
 
 
 def _place(name: str, state: Mapping[str, Tensor]) -> Tensor:
@@ -125,7 +125,7 @@ def _parts(tensor: Tensor) -> Iterator[slice]:
 
 
 def _reset_others(model: GPT, places: Iterable[Tensor]) -> None:
-    """Initialise the modules with parameters that the checkpoint does not fill: those that only a variant has."""
+    """Initialise what the checkpoint does not fill: a variant's tensors, which may start from the weights loaded."""
     filled = {place.untyped_storage().data_ptr() for place in places}
     for module in model.modules():
         if any(p.untyped_storage().data_ptr() not in filled for p in module.parameters(recurse=False)):
