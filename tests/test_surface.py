@@ -305,7 +305,7 @@ NAMES: dict[str, str] = {
 }
 
 MISSING_NAMES = {
-    *(f"litgpt.{module}" for module in ("adapter", "adapter_v2", "args", "data")),
+    *(f"litgpt.{module}" for module in ("args", "data")),
 }
 
 # Class -> method -> parameter -> default
