@@ -90,6 +90,7 @@ def make_run(
     method: Method = FULL,
     num_workers: int = 0,
     seed: int = 1,
+    tokenizer: Any = None,
     **train: Any,
 ) -> Run:
     """A training on the CPU that has not begun."""
@@ -108,6 +109,7 @@ def make_run(
         seed,
         tmp_path,
         Companions(model.config, {}, {}, None),
+        tokenizer,
     )
 
 

@@ -1,6 +1,6 @@
 # Licensed under the Apache License 2.0, see the LICENSE file.
 
-"""Defaults that the finetuning commands share."""
+"""Types and defaults that the finetuning commands share."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Literal
 from litgpt.args import EvalArgs, LogArgs, TrainArgs
 
 LoggerChoice = Literal["csv", "tensorboard", "wandb", "mlflow", "litlogger"]
+Quantize = Literal["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.int8-training"]
+Strategy = Literal["auto", "ddp", "fsdp"]
 
 TRAIN = TrainArgs(global_batch_size=16, micro_batch_size=1, epochs=5)
 EVAL = EvalArgs(interval=100, max_new_tokens=100)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from litgpt.args import EvalArgs, LogArgs, TrainArgs
 from litgpt.data import DataModule
-from litgpt.finetune.defaults import EVAL_FULL, LOG, TRAIN, LoggerChoice
+from litgpt.finetune.defaults import EVAL_FULL, LOG, TRAIN, LoggerChoice, Strategy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,6 +31,7 @@ def setup(
     seed: int = 1337,
     access_token: str | None = None,
     overwrite: bool = False,
+    strategy: Strategy = "auto",
 ) -> None:
     """Finetune all weights of a model.
 
@@ -51,6 +52,7 @@ def setup(
         seed: Decides the order of the data and all random numbers.
         access_token: For a repository that is not public; default $HF_TOKEN.
         overwrite: Replace the checkpoints of an earlier run in out_dir.
+        strategy: How several devices share the work: ddp, each with a copy of the model, or fsdp, which divides it.
     """
     arguments = dict(locals())
     from litgpt.model import GPT

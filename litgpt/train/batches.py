@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count
 from typing import Any
 
@@ -21,8 +21,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from litgpt.errors import UserError
-
-IGNORE = -100  # the label of a position that is not learnt
+from litgpt.train.loss import IGNORE_INDEX as IGNORE
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -59,12 +58,18 @@ class Batch:
         return cls(torch.zeros(1, 2, dtype=torch.long), torch.full((1, 2), IGNORE), 0)
 
 
-def collate(samples: Sequence[dict[str, Any]]) -> Batch:
-    """Put samples `{"input_ids": (n,), "labels": (n,)}` into one batch."""
+def collate(samples: Sequence[dict[str, Any]], ignore_index: int = IGNORE) -> Batch:
+    """Put samples `{"input_ids": (n,), "labels": (n,)}` into one batch; `ignore_index` is how they mark no label."""
     ids = [torch.as_tensor(sample["input_ids"], dtype=torch.long) for sample in samples]
     labels = [torch.as_tensor(sample["labels"], dtype=torch.long) for sample in samples]
     pad = torch.nn.utils.rnn.pad_sequence
-    return Batch(pad(ids, True, 0), pad(labels, True, IGNORE), sum(map(len, ids)))
+    padded = pad(labels, True, ignore_index)
+    return Batch(pad(ids, True, 0), padded.masked_fill(padded == ignore_index, IGNORE), sum(map(len, ids)))
+
+
+def collate_for(dataset: Any) -> Callable[[Sequence[dict[str, Any]]], Batch]:
+    """`collate` for the samples of a dataset."""
+    return partial(collate, ignore_index=getattr(dataset, "ignore_index", IGNORE))
 
 
 def lengths_of(dataset: Any) -> list[int]:
@@ -162,7 +167,7 @@ def train_steps(dataset: Any, plan: Plan, first: int, num_workers: int = 0) -> I
         dataset,
         batch_sampler=_Indices(plan, first),
         num_workers=num_workers,
-        collate_fn=collate,
+        collate_fn=collate_for(dataset),
     )
     batches = iter(loader)
     for step in count(first):
@@ -172,5 +177,6 @@ def train_steps(dataset: Any, plan: Plan, first: int, num_workers: int = 0) -> I
 def eval_batches(dataset: Any, batch_size: int, max_batches: int | None, rank: int, world_size: int) -> Iterator[Batch]:
     """The first samples in their order, dealt to the devices, each of which gets the same number of batches."""
     every = _split(range(len(dataset)), batch_size)[:max_batches]
+    together = collate_for(dataset)
     for i in range(rank, math.ceil(len(every) / world_size) * world_size, world_size):
-        yield collate([dataset[j] for j in every[i]]) if i < len(every) else Batch.empty()
+        yield together([dataset[j] for j in every[i]]) if i < len(every) else Batch.empty()

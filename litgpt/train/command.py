@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.fabric import Fabric
 from torch import nn
 
 from litgpt.args import EvalArgs, LogArgs, TrainArgs
@@ -21,8 +20,9 @@ from litgpt.checkpoint.hub import resolve
 from litgpt.checkpoint.source import open_source
 from litgpt.config import Config
 from litgpt.errors import UserError
-from litgpt.runtime import get_default_supported_precision, num_parameters, pick_device, pick_precision, weight_dtype
+from litgpt.runtime import num_parameters, weight_dtype
 from litgpt.tokenizer import Tokenizer
+from litgpt.train.devices import make_fabric, pick_training_precision
 from litgpt.train.loggers import make_logger
 from litgpt.train.loop import fit, seed_everything
 from litgpt.train.method import Method
@@ -54,6 +54,7 @@ class Settings:
     quantize: str | None = None
     resume: bool | Literal["auto"] | Path | None = False
     overwrite: bool = False
+    strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     access_token: str | None = None
 
 
@@ -78,8 +79,7 @@ def finetune(method: Method, arguments: Mapping[str, Any]) -> None:
     experiment_logger = make_logger(
         s.logger_name, s.out_dir, f"finetune-{path.name}", s.log, resuming=resume is not None
     )
-    plain: Any = precision  # Fabric's own list of names, spelt out as a type
-    fabric = Fabric(devices=s.devices, num_nodes=s.num_nodes, precision=plain, loggers=experiment_logger)
+    fabric = make_fabric(s.devices, s.num_nodes, precision, s.strategy, method.partial, experiment_logger)
     fabric.launch()
     if fabric.is_global_zero:
         claim(s.out_dir, resume is not None, s.overwrite)
@@ -102,7 +102,7 @@ def finetune(method: Method, arguments: Mapping[str, Any]) -> None:
     data.setup()
 
     seed_everything(s.seed)
-    model = load_for_training(method, path, precision, fabric.device)
+    model = load_for_training(method, path, precision, fabric.device, method.config(arguments))
     if fabric.is_global_zero:
         learnt, frozen = num_parameters(model, True), num_parameters(model, False)
         logger.info(
@@ -121,30 +121,16 @@ def finetune(method: Method, arguments: Mapping[str, Any]) -> None:
         out_dir=s.out_dir,
         companions=companions,
         resume=resume,
+        tokenizer=tokenizer,
     )
     if fabric.is_global_zero and method.finalise is not None:
         method.finalise(model, s.out_dir / "final", path)
     fabric.barrier()
 
 
-def pick_training_precision(precision: str | None, partial: bool) -> str:
-    """The precision to train in, as Lightning writes it.
-
-    Under a 16-bit precision the frozen part of a model is held in 16 bits and computed in 16 bits; what learns is held
-    in 32 bits, so that small updates are not lost. Only a fully trained model under bf16-true or 16-true is held in 16
-    bits throughout.
-
-    Args:
-        precision: what was asked for; None is bf16 where the hardware computes in it, else fp32.
-        partial: most of the model is frozen.
-    """
-    if precision is None or precision == "auto":
-        return get_default_supported_precision(training=True)
-    chosen = pick_precision(precision, pick_device())
-    return chosen.replace("16-true", "16-mixed") if partial else chosen
-
-
-def load_for_training(method: Method, path: Path, precision: str, device: torch.device) -> GPT:
+def load_for_training(
+    method: Method, path: Path, precision: str, device: torch.device, config: Mapping[str, Any]
+) -> GPT:
     """Load a model for a method, with its trainable parameters marked and in the dtype that they are updated in.
 
     Args:
@@ -152,9 +138,10 @@ def load_for_training(method: Method, path: Path, precision: str, device: torch.
         path: the base checkpoint.
         precision: from `pick_training_precision`.
         device: where it goes.
+        config: fields of the config that the method adds.
     """
     held = weight_dtype(precision.replace("-mixed", "-true") if method.partial else precision)
-    model = load_model(path, gpt_class=method.gpt_class, dtype=held, device=device, **method.config)
+    model = load_model(path, gpt_class=method.gpt_class, dtype=held, device=device, **config)
     method.mark_trainable(model)
     _hold(model, weight_dtype(precision))
     return model

@@ -7,16 +7,24 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from litgpt.train.batches import Batch
+from litgpt.args import EvalArgs
+from litgpt.generate.engine import Engine
+from litgpt.generate.types import SamplingParams
+from litgpt.train.batches import IGNORE, Batch, derive_seed
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
+
+    from litgpt.model import GPT
+    from litgpt.tokenizer import Tokenizer
+
+EXAMPLE_TEMPERATURE = 0.8  # as the command `generate` has it
 
 
 @contextlib.contextmanager
@@ -58,6 +66,42 @@ def mean_loss(fabric: Fabric, objective: nn.Module, batches: Iterable[Batch]) ->
             total += torch.tensor([float(loss), batch.supervised], dtype=torch.float64)
     total = sum_over_devices(fabric, total)
     return float(total[0] / total[1])
+
+
+def answer_example(
+    model: GPT, tokenizer: Tokenizer, dataset: Any, eval: EvalArgs, step: int, autocast: torch.dtype | None = None
+) -> tuple[str, str]:
+    """Let the model answer a sample.
+
+    Args:
+        model: the model.
+        tokenizer: decodes both texts.
+        dataset: where the sample comes from.
+        eval: which sample, and the length of the answer.
+        step: seeds the choices.
+        autocast: the dtype of a mixed precision.
+
+    Returns:
+        The prompt and the answer, as text.
+    """
+    assert eval.max_new_tokens is not None
+    chosen = {"first": 0, "random": derive_seed("example", step)}.get(str(eval.evaluate_example))
+    index = int(eval.evaluate_example if chosen is None else chosen) % len(dataset)
+    prompt = _prompt_of(dataset, index)[-(model.max_seq_length - 1) :]
+    params = SamplingParams(
+        max_new_tokens=eval.max_new_tokens, temperature=EXAMPLE_TEMPERATURE, seed=derive_seed("answer", step)
+    )
+    (result,) = Engine(model, tokenizer, autocast=autocast).generate([prompt], params)
+    return tokenizer.decode(torch.tensor(prompt)), result.text
+
+
+def _prompt_of(dataset: Any, index: int) -> list[int]:
+    """The ids before the answer; of a dataset that does not know them, those before the first that is learnt."""
+    if hasattr(dataset, "prompt"):
+        return dataset.prompt(index).tolist()
+    ids, labels = dataset[index]["input_ids"].tolist(), dataset[index]["labels"].tolist()
+    first = next((i for i, label in enumerate(labels) if label != IGNORE), len(labels))
+    return ids[:first] if first else ids[:-1]
 
 
 def sum_over_devices(fabric: Fabric, values: torch.Tensor) -> torch.Tensor:

@@ -22,8 +22,10 @@ import torch
 
 from litgpt.args import EvalArgs, TrainArgs
 from litgpt.errors import UserError
+from litgpt.generate.loading import autocast_dtype
 from litgpt.train.batches import Batch, Plan, derive_seed, eval_batches, lengths_of, train_steps
-from litgpt.train.evaluate import mean_loss, sum_over_devices, undisturbed
+from litgpt.train.devices import divided_like, divided_optimizer_state, whole
+from litgpt.train.evaluate import answer_example, mean_loss, sum_over_devices, undisturbed
 from litgpt.train.loggers import MetricsFile, next_version
 from litgpt.train.method import Method
 from litgpt.train.objective import Objective, noisy_embeddings
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
     from litgpt.model import GPT
+    from litgpt.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +56,7 @@ def fit(
     out_dir: Path,
     companions: Companions,
     resume: Path | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> GPT:
     """Train a model and write the folders.
 
@@ -68,6 +72,7 @@ def fit(
         out_dir: where the folders go.
         companions: what goes into every folder.
         resume: the step folder to go on from.
+        tokenizer: for the example that evaluations show; None shows none.
 
     Returns:
         The model, trained.
@@ -75,7 +80,7 @@ def fit(
     Raises:
         UserError: settings that do not fit each other or the data.
     """
-    run = Run(fabric, method, model, data, train, eval, optimizer, seed, out_dir, companions)
+    run = Run(fabric, method, model, data, train, eval, optimizer, seed, out_dir, companions, tokenizer)
     if resume is not None:
         run.restore(resume)
     run.train()
@@ -97,10 +102,11 @@ class Run:
         seed: int,
         out_dir: Path,
         companions: Companions,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         self.fabric, self.method, self.model = fabric, method, model
         self.train_args, self.eval_args, self.seed = train, eval, seed
-        self.out_dir, self.companions = out_dir, companions
+        self.out_dir, self.companions, self.tokenizer = out_dir, companions, tokenizer
         loader = data.train_dataloader()
         self.dataset, self.num_workers = loader.dataset, loader.num_workers
         val_loader = data.val_dataloader()
@@ -116,10 +122,10 @@ class Run:
         )
         self._check_lengths()
         self.counters = Counters()
-        made = make_optimizer(optimizer, model, method.lr_scale)
+        self.objective = fabric.setup_module(Objective(model))
+        made = make_optimizer(optimizer, model, method.lr_scale)  # of the parameters as they are divided now
         self.peaks = [group["initial_lr"] for group in made.param_groups]
         self.schedule = make_schedule(train, max(self.peaks), self.plan.steps_per_epoch, self._total_steps())
-        self.objective = fabric.setup_module(Objective(model))
         self.optimizer = cast("torch.optim.Optimizer", fabric.setup_optimizers(made))
         self.metrics_path = next_version(out_dir / "logs" / "csv") / "metrics.csv"
         self.metrics_position = 0
@@ -252,6 +258,7 @@ class Run:
                 self.val_dataset, self.train_args.micro_batch_size, max_batches, fabric.global_rank, fabric.world_size
             )
             loss = mean_loss(fabric, self.objective, batches)
+            self._show_example()
         perplexity = math.exp(loss) if loss < 700 else math.inf
         self.progress.say("step %d: validation loss %.4f, perplexity %.3f", counters.step, loss, perplexity)
         self._report({"step": counters.step, "val_loss": loss, "val_ppl": perplexity})
@@ -261,13 +268,24 @@ class Run:
             if self.eval_args.save_best:
                 self.save(self.out_dir / "best")
 
+    def _show_example(self) -> None:
+        if self.tokenizer is None or not self.eval_args.max_new_tokens:
+            return
+        if self.fabric.is_global_zero:
+            autocast = autocast_dtype(self.fabric.strategy.precision.precision)
+            texts = answer_example(
+                self.model, self.tokenizer, self.val_dataset, self.eval_args, self.counters.step, autocast
+            )
+            self.progress.say("example: %s\nanswer: %s", *texts)
+        self.fabric.barrier()
+
     # Saving and going on
 
     def state(self) -> dict[str, Any]:
         """What resuming needs beside the weights."""
         position = 0 if self.metrics is None else self.metrics.position
         return {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": whole(self.optimizer.state_dict()),
             "scheduler": dataclasses.asdict(self.schedule),
             "iter_num": self.counters.iters,
             "step_count": self.counters.step,
@@ -287,7 +305,7 @@ class Run:
 
     def save(self, folder: Path, state: Mapping[str, Any] | None = None) -> None:
         """Write a folder; the first device does."""
-        weights = self.method.state(self.model)
+        weights = whole(self.method.state(self.model))
         if self.fabric.is_global_zero:
             self.progress.say("saving %s", folder)
             save_folder(folder, self.method.file_name, weights, self.companions, state)
@@ -309,8 +327,8 @@ class Run:
             )
         if state["scheduler"] != dataclasses.asdict(self.schedule):
             logger.warning("the learning rate's schedule is not the one of the run that is resumed")
-        self.method.load_state(self.model, weights)
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.method.load_state(self.model, divided_like(weights, self.model.state_dict()))
+        self.optimizer.load_state_dict(divided_optimizer_state(state["optimizer"], self.optimizer))
         self.fabric.strategy.precision.load_state_dict(state["precision"])
         self.counters = Counters(**state["counters"])
         path = self.out_dir / state["metrics"]["file"]

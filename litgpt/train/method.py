@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+
+from litgpt.config import Config
 
 if TYPE_CHECKING:
     from litgpt.model import GPT
@@ -34,7 +36,6 @@ class Method:
         gpt_class: the model that is trained.
         file_name: the file of what was learnt, in the folders of checkpoints.
         mark_trainable: chooses the parameters that learn; the others are frozen.
-        config: fields of the model's config that the method adds.
         state: the tensors that belong in the file.
         load_state: reads them back into a model; strict.
         lr_scale: how much faster a parameter, by its name, learns than the optimizer's rate says.
@@ -45,11 +46,17 @@ class Method:
     gpt_class: type[GPT]
     file_name: str
     mark_trainable: Callable[[Any], None]
-    config: dict[str, Any] = field(default_factory=dict)
     state: Callable[[nn.Module], dict[str, Tensor]] = everything
     load_state: Callable[[nn.Module, Mapping[str, Tensor]], None] = load_everything
     lr_scale: Callable[[str], float] | None = None
     finalise: Callable[[GPT, Path, Path], None] | None = None
+
+    def config(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of a command's arguments that are fields of the model's config which the plain one lacks."""
+        plain = {f.name for f in fields(Config)}
+        return {
+            f.name: arguments[f.name] for f in fields(self.gpt_class.config_class) if f.name in arguments.keys() - plain
+        }
 
     @property
     def partial(self) -> bool:

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
-from litgpt.train.batches import IGNORE, Batch
+from litgpt.train.batches import Batch
+from litgpt.train.loss import linear_cross_entropy
 
 if TYPE_CHECKING:
     from litgpt.model import GPT
@@ -32,10 +32,17 @@ class Objective(nn.Module):
         self.gpt = gpt
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """A float32 scalar; 0 for a batch without labels."""
-        logits = cast(torch.Tensor, self.gpt(batch.input_ids))
-        targets = batch.labels[:, 1:].flatten()
-        return cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=IGNORE, reduction="sum")
+        """A scalar in float32 or more; 0 for a batch without labels."""
+        gpt = self.gpt
+        gpt.check_ids(batch.input_ids)
+        hidden = gpt.hidden(batch.input_ids)[:, :-1].flatten(0, 1)  # (B * (T - 1), C)
+        return linear_cross_entropy(
+            hidden,
+            gpt.lm_head,
+            batch.labels[:, 1:].flatten(),
+            softcap=gpt.config.final_logit_softcapping,
+            logit_multiplier=gpt.config.logit_multiplier,
+        )
 
 
 @contextlib.contextmanager
