@@ -46,7 +46,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension of `x`, in float32 inside."""
         weight = 1 + upcast(self.weight) if self.add_unit_offset else self.weight
-        if x.is_cpu and x.dtype != torch.float64:  # half the operations that F.rms_norm is made of there
+        if x.device.type == "cpu" and x.dtype != torch.float64:  # half the operations that F.rms_norm is made of there
             norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
             y = x * torch.rsqrt(torch.addcmul(self._eps, norm, norm, value=1 / x.size(-1)))
         else:

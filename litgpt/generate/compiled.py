@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from litgpt.attention import Step
 from litgpt.errors import UserError
 from litgpt.kvcache import KVCache
 from litgpt.model import GPT
+
+StepFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, KVCache], torch.Tensor]
 
 
 class CompiledDecode:
@@ -23,16 +27,20 @@ class CompiledDecode:
     Args:
         model: the model.
         backend: backend of `torch.compile`.
+        compiler: what compiles the function `(idx, pos, end, cache) -> logits`, instead of `torch.compile`.
     """
 
-    def __init__(self, model: GPT, backend: Any = "inductor") -> None:
+    def __init__(
+        self, model: GPT, backend: Any = "inductor", compiler: Callable[[StepFunction], StepFunction] | None = None
+    ) -> None:
         self.model = model
         options: dict[str, Any] | None = None
         if backend == "inductor" and model.transformer.wte.weight.is_cpu:
             from litgpt.generate.matvec import MatVecPass
 
             options = {"post_grad_custom_pre_pass": MatVecPass()}
-        self._compiled = torch.compile(self._run, backend=backend, fullgraph=True, dynamic=False, options=options)
+        torch_compiler = partial(torch.compile, backend=backend, fullgraph=True, dynamic=False, options=options)
+        self.compiled: StepFunction = (compiler or torch_compiler)(self._run)
 
     def _run(self, idx: torch.Tensor, pos: torch.Tensor, end: torch.Tensor, cache: KVCache) -> torch.Tensor:
         logits = self.model.run(idx, Step(pos, end), cache)
@@ -54,6 +62,6 @@ class CompiledDecode:
         pos = step.pos.repeat(cache.batch_size // len(step.pos), 1)
         end = step.end.repeat(cache.batch_size // len(step.end))
         idx = idx.clone(memory_format=torch.contiguous_format)  # a slice has other strides: another graph
-        logits = self._compiled(idx, pos, end, cache)
+        logits = self.compiled(idx, pos, end, cache)
         cache.commit(step)
         return logits
