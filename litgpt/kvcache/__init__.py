@@ -4,6 +4,7 @@
 
 from litgpt.kvcache.base import LayerCache, LayerSpec, batched_index_select
 from litgpt.kvcache.cache import KVCache
+from litgpt.kvcache.replay import ReplayCache
 from litgpt.kvcache.spec import CacheKind
 
-__all__ = ["CacheKind", "KVCache", "LayerCache", "LayerSpec", "batched_index_select"]
+__all__ = ["CacheKind", "KVCache", "LayerCache", "LayerSpec", "ReplayCache", "batched_index_select"]

@@ -172,14 +172,18 @@ class KVCache(nn.Module):
                 self.lengths[row] -= n
 
     def reset_row(self, row: int) -> None:
-        """Empty a row, for the next sequence."""
+        """Empty a row, for the next sequence.
+
+        Once all rows are empty, what they held takes part in no later backward pass.
+        """
         self._forget(row, 0, self._high[row])
         self.lengths[row] = self._high[row] = 0
+        if not any(self._high):
+            for layer in self.layer_caches():
+                layer.store.detach()
 
     def reset(self) -> None:
-        """Empty all rows. What they held takes part in no later backward pass."""
-        for buffer in self.buffers():
-            buffer.detach_()
+        """Empty all rows."""
         for row in range(self.batch_size):
             self.reset_row(row)
 

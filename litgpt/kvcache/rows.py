@@ -71,6 +71,7 @@ def import_row(cache: KVCache, row: int, state: RowState) -> None:
     _check(cache, state)
     cache.reset_row(row)
     for i, layer in enumerate(cache.layer_caches()):
+        layer.store.let_go()
         for name, part in _parts(layer, row, _slots_used(state.specs[i], state.length, state.high)).items():
             part.copy_(state.buffers[f"layers.{i}.{name}"])
         if state.high > state.length:  # rings of a row that was taken back

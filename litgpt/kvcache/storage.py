@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn as nn
@@ -57,15 +58,27 @@ class Store(nn.Module):
         """What would be read of these keys and values, once written: for chunks too long to be written first."""
         return k, k[..., : self.v_dim] if v is None else v
 
+    def let_go(self) -> None:
+        """Make sure that the buffers can be changed in place: a backward pass that may need them keeps the old ones."""
+
+    def detach(self) -> None:
+        """Let what the buffers hold take part in no later backward pass; one that is under way keeps the old ones."""
+
     def forget(self, row: int, slots: slice | torch.Tensor) -> None:
         """Zero slots of a row, and its slot for padding."""
+        self.let_go()
         for buffer in self.buffers():
             buffer[row, :, slots] = 0
             buffer[row, :, -1] = 0
 
 
 class PlainStore(Store):
-    """Keys and values as they are; gradients flow through what is read."""
+    """Keys and values as they are; gradients flow through what is read.
+
+    A backward pass may need the buffers as a step with gradients has left them, so what follows works on copies.
+    """
+
+    _needed = False  # by a backward pass, perhaps
 
     def __init__(
         self, spec: LayerSpec, batch_size: int, dtype: torch.dtype | None = None, device: torch.device | None = None
@@ -86,7 +99,7 @@ class PlainStore(Store):
         self, start: int, k: torch.Tensor, v: torch.Tensor | None, live: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Store.write_run`."""
-        if _tracks_gradient(k):
+        if self._needed or torch.is_grad_enabled():
             return self.write(torch.arange(start, start + k.size(2), device=k.device).unsqueeze(0), k, v, live)
         _rows(self.k, k).narrow(2, start, k.size(2)).copy_(k)
         if v is not None:
@@ -97,10 +110,37 @@ class PlainStore(Store):
         self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, live: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Store.write`."""
-        self.k = _put(self.k, slots, k)
-        if v is not None:
-            self.v = _put(self.v, slots, v)
+        tracks = torch.is_grad_enabled()
+        if tracks or self._needed:
+            with _tracking():  # a step without gradients does not cut off those of earlier ones
+                self.k = _put_into_copy(self.k, slots, k)
+                if v is not None:
+                    self.v = _put_into_copy(self.v, slots, v)
+            self._needed = tracks or self._has_graph()
+        else:
+            _put(self.k, slots, k)
+            if v is not None:
+                _put(self.v, slots, v)
         return self.read(k, live)
+
+    def let_go(self) -> None:
+        """See `Store.let_go`."""
+        if self._needed:
+            with _tracking():
+                for name, buffer in list(self.named_buffers()):
+                    setattr(self, name, buffer.clone())
+            self._needed = self._has_graph()
+
+    def detach(self) -> None:
+        """See `Store.detach`."""
+        self.let_go()
+        for buffer in self.buffers():
+            if buffer.requires_grad:
+                buffer.detach_()
+        self._needed = False
+
+    def _has_graph(self) -> bool:
+        return any(buffer.requires_grad for buffer in self.buffers())
 
     def read(self, like: torch.Tensor, live: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Store.read`."""
@@ -223,12 +263,17 @@ def _per_group(slots: torch.Tensor) -> torch.Tensor:
     return slots.unsqueeze(1) if slots.dim() == 2 else slots
 
 
-def _put(buffer: torch.Tensor, slots: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    index = _per_group(slots).unsqueeze(-1).expand(x.shape)
-    x = x.to(buffer.dtype)
-    if _tracks_gradient(x) or buffer.requires_grad:
-        return buffer.scatter(2, index, x)  # earlier steps saved the old buffer for their backward pass
-    return buffer.scatter_(2, index, x)
+def _put(buffer: torch.Tensor, slots: torch.Tensor, x: torch.Tensor) -> None:
+    buffer.scatter_(2, _per_group(slots).unsqueeze(-1).expand(x.shape), x.to(buffer.dtype))
+
+
+def _put_into_copy(buffer: torch.Tensor, slots: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    slots = slots.clone() if slots.is_inference() else slots  # the backward pass reads it
+    return buffer.scatter(2, _per_group(slots).unsqueeze(-1).expand(x.shape), x.to(buffer.dtype))
+
+
+def _tracking() -> AbstractContextManager[Any]:
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else torch.enable_grad()
 
 
 STORES: dict[str, type[Store]] = {"plain": PlainStore, "int8": Int8Store, "int4": Int4Store, "offload": OffloadStore}
