@@ -67,7 +67,7 @@ def plan_import(source: Source, config: Config) -> Plan:
     table, infos = source.table(config), source.tensors()
     links, unexpected = _link(table, infos, config)
     config = _adapt(config, source, links)
-    expected = _expected_shapes(config)
+    expected = plain_state(config)
     if config.tie_embeddings:  # one tensor under two names: either will do, and of two equal ones the first is read
         other = HEAD if EMBEDDING in _filled(links) or HEAD not in _filled(links) else EMBEDDING
         links = {name: found for name, found in links.items() if found[0].ours != other}
@@ -130,7 +130,7 @@ def _filled(links: Mapping[str, list[Link]]) -> dict[str, str]:
     return {link.ours: name for name, found in links.items() for link in found}
 
 
-def _expected_shapes(config: Config) -> dict[str, torch.Tensor]:
+def plain_state(config: Config) -> dict[str, torch.Tensor]:
     """The plain model's state dict, without storage."""
     from litgpt.model import GPT
 
