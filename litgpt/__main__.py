@@ -47,10 +47,14 @@ COMMANDS = {
         "Continue a prompt with a model: a folder, a .gguf file or a repository id.",
         fallback="litgpt.scripts.demo:find_demo_model",
     ),
+    "generate_full": Command("litgpt.generate.full:main", "Answer a request with a model after full finetuning."),
+    "generate_adapter": Command("litgpt.generate.adapter:main", "Answer a request with a model and an adapter."),
+    "generate_adapter_v2": Command("litgpt.generate.adapter_v2:main", "The same with an adapter of the second kind."),
     "generate_speculatively": Command(
         "litgpt.generate.speculative_decoding:main",
         "Continue a prompt with a model, faster, with the help of a smaller one.",
     ),
+    "merge_lora": Command("litgpt.scripts.merge_lora:merge_lora", "Put a LoRA into the weights of its base."),
     "validate": Command("litgpt.scripts.validate:validate_setup", "Check that a checkpoint is complete and usable."),
     "version": Command("litgpt.cli:version", "Show the versions of litgpt and of what it runs on."),
 }

@@ -13,9 +13,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from litgpt.checkpoint.adapter_files import VARIANTS, Adapter, base_and_adapter, open_adapter, plain_weights
 from litgpt.checkpoint.hub import resolve
 from litgpt.checkpoint.save import FolderWriter
-from litgpt.checkpoint.source import companions, open_source
+from litgpt.checkpoint.source import LITGPT_FILE, companions, open_source
 from litgpt.config import Config
 from litgpt.errors import MissingFileError, UserError
 from litgpt.generate.engine import Engine, Stream
@@ -25,7 +26,7 @@ from litgpt.generate.types import Result, SamplingParams, as_stop_strings
 from litgpt.kvcache import CacheKind
 from litgpt.kvcache.prefix import PrefixStore
 from litgpt.model import GPT
-from litgpt.prompts import PromptStyle, choose_prompt_style, encode_prompt, save_prompt_style
+from litgpt.prompts import PromptStyle, choose_prompt_style, encode_prompt, has_prompt_style, save_prompt_style
 from litgpt.runtime import pick_device, pick_precision, weight_dtype
 from litgpt.tokenizer import Tokenizer
 from litgpt.train.loss import chunked_cross_entropy
@@ -67,6 +68,7 @@ class LLM(nn.Module):
         tokenizer_dir: where the tokenizer is.
         kv_cache: kind of the KV cache, see `load`.
         prefix_cache_bytes: memory for the caches of past requests, see `load`.
+        adapter: what finetuning learnt, to put on top of the checkpoint.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class LLM(nn.Module):
         tokenizer_dir: Path | None = None,
         kv_cache: str = "dense",
         prefix_cache_bytes: int = 0,
+        adapter: Adapter | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -86,6 +89,7 @@ class LLM(nn.Module):
         self.prompt_style = prompt_style
         self.config = config
         self.checkpoint_dir = checkpoint_dir
+        self.adapter = adapter
         self.tokenizer_dir = tokenizer_dir
         self.kv_cache = kv_cache
         self.prefix_store = PrefixStore(prefix_cache_bytes) if prefix_cache_bytes else None
@@ -109,12 +113,14 @@ class LLM(nn.Module):
         kv_cache: str = "dense",
         prefix_cache_bytes: int = 0,
         prompt_style: str | PromptStyle | None = None,
+        adapter: Path | str | None = None,
     ) -> LLM:
         """Load a model.
 
         Args:
             model: a checkpoint folder (Hugging Face or LitGPT), a `.gguf` file or the id of a repository, which is
-                downloaded. With `init="random"` the name of a config, such as "pythia-14m".
+                downloaded. With `init="random"` the name of a config, such as "pythia-14m". A folder that finetuning
+                wrote with nothing but what was learnt stands for its base with that.
             init: "pretrained" reads the weights, "random" draws them.
             tokenizer_dir: folder of the tokenizer, if it is not the model's.
             access_token: for a repository that is not public.
@@ -128,18 +134,24 @@ class LLM(nn.Module):
             prefix_cache_bytes: memory for the caches of past requests, so that a prompt that begins like one of them is
                 computed from where they part. 0: none.
             prompt_style: how requests are formatted, by name or as an object; "raw" leaves them as they are and None
-                does what the checkpoint says.
+                does what the checkpoint, or the finetuning of the adapter, says.
+            adapter: what finetuning learnt, to put on top of the model: a folder that finetuning wrote, the `.lora`,
+                `.adapter` or `.adapter_v2` file in it, or a folder of Hugging Face PEFT.
 
         Raises:
             UserError: the model does not exist or cannot be read, or a setting is unknown.
         """
         CacheKind.parse(kv_cache)
         path: Path | None = None
+        learnt = None if adapter is None else open_adapter(adapter)
         if init == "pretrained":
-            path = resolve(model, access_token=access_token)
+            path, own = base_and_adapter(resolve(model, access_token=access_token))
+            learnt = own if adapter is None else learnt
             with open_source(path) as source:
                 config = source.config()
         elif init == "random":
+            if learnt is not None:
+                raise UserError("an adapter belongs to the weights it was trained on", "use init='pretrained'")
             config = Config.from_name(str(model))
         else:
             raise UserError(f"init must be 'pretrained' or 'random', got {init!r}")
@@ -150,9 +162,13 @@ class LLM(nn.Module):
         else:
             raise UserError("a model with random weights brings no tokenizer", "give tokenizer_dir")
         tokenizer = Tokenizer(text_dir)
-        style = choose_prompt_style(path or text_dir, tokenizer, config, prompt_style)
+        noted = learnt is not None and has_prompt_style(learnt.folder)
+        style_dir = learnt.folder if learnt is not None and noted else path or text_dir
+        style = choose_prompt_style(style_dir, tokenizer, config, prompt_style)
         place = pick_device(device)
-        llm = cls(None, Preprocessor(tokenizer, place), style, config, path, text_dir, kv_cache, prefix_cache_bytes)
+        llm = cls(
+            None, Preprocessor(tokenizer, place), style, config, path, text_dir, kv_cache, prefix_cache_bytes, learnt
+        )
         llm.precision = precision
         if distribute is not None:
             llm._place(place, precision)
@@ -209,7 +225,7 @@ class LLM(nn.Module):
         if self.model is not None:
             self.model.to(device=device, dtype=dtype)
         elif self.checkpoint_dir is not None:
-            self.model = load_weights(self.checkpoint_dir, precision, device, self.config)
+            self.model = load_weights(self.checkpoint_dir, precision, device, self.config, self.adapter)
             self.config = self.model.config  # the weights may have corrected it
         else:
             self.model = self._random_model().to(device=device, dtype=dtype).eval()
@@ -234,7 +250,8 @@ class LLM(nn.Module):
         if self.prefix_store is not None:
             self.prefix_store.clear()
         if trainer_ckpt is None and self.checkpoint_dir is not None:
-            self.model = load_weights(self.checkpoint_dir, "32-true", torch.device("cpu"), self.config).train()
+            place = torch.device("cpu")
+            self.model = load_weights(self.checkpoint_dir, "32-true", place, self.config, self.adapter).train()
             self.config = self.model.config
             return
         self.model = self._random_model()
@@ -432,17 +449,24 @@ class LLM(nn.Module):
     def save(self, out_dir: Path | str, prompt_style: PromptStyle | None = None) -> None:
         """Write a LitGPT checkpoint folder: weights, config, tokenizer and prompt style.
 
+        A LoRA is merged into the weights that are written. Other adapters are written to a file beside their base;
+        `load` of the folder puts both together.
+
         Args:
             out_dir: the folder; files in it are replaced.
             prompt_style: the prompt style to note; default: the one in use.
         """
+        if self.model is None:
+            raise UserError("the model is not loaded yet", "call distribute() or trainer_setup() first")
         out_dir = Path(out_dir)
-        with FolderWriter(out_dir) as folder:
-            with folder.file("lit_model.pth") as path:
-                torch.save(self.state_dict(), path)
+        with FolderWriter(out_dir) as folder, plain_weights(self.model) as (state, own):
+            for name, tensors in {LITGPT_FILE: state, **own}.items():
+                with folder.file(name) as path:
+                    torch.save(tensors, path)
+            folder.forget(variant.file_name for variant in VARIANTS.values() if variant.file_name not in own)
             for name, content in self._companions().items():
                 folder.write_bytes(name, content)
-            self.config.save(out_dir)  # inside, so that the folder is not whole before it has these too
+            self.model.config.save(out_dir)  # inside, so that the folder is not whole before it has these too
             save_prompt_style(prompt_style or self.prompt_style, out_dir)
 
     def _companions(self) -> dict[str, bytes]:

@@ -274,12 +274,8 @@ MISSING_COMMANDS = {
     "finetune_adapter_v2",
     "finetune_full",
     "finetune_lora",
-    "generate_adapter",
-    "generate_adapter_v2",
-    "generate_full",
     "generate_sequentially",
     "generate_tp",
-    "merge_lora",
     "pretrain",
     "serve",
 }
@@ -305,7 +301,8 @@ NAMES: dict[str, str] = {
 }
 
 MISSING_NAMES = {
-    *(f"litgpt.{module}" for module in ("args", "data")),
+    "litgpt.args",
+    *(f"litgpt.data:{name}" for name in ("LitData", "OpenWebText", "TextFiles", "TinyLlama", "MicroLlama", "TinyStories")),
 }
 
 # Class -> method -> parameter -> default

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -21,18 +22,20 @@ import torch
 import yaml
 from torch import Tensor
 
+from litgpt import lora
 from litgpt.checkpoint.convert import load_model
 from litgpt.checkpoint.hub import CHECKPOINTS, resolve
 from litgpt.checkpoint.peft_config import CONFIG_FILE, read_peft_config
-from litgpt.checkpoint.peft_folder import read_peft
-from litgpt.checkpoint.plan import build_empty, plan_import
+from litgpt.checkpoint.peft_folder import read_peft, write_peft
+from litgpt.checkpoint.plan import Plan, build_empty, plain_state, plan_import
 from litgpt.checkpoint.save import atomic_write
 from litgpt.checkpoint.source import LITGPT_FILE, Source, open_source
 from litgpt.checkpoint.tables import table_for
 from litgpt.checkpoint.torch_file import TorchFile
 from litgpt.config import Config
 from litgpt.errors import MissingFileError, UserError
-from litgpt.peft import VariantGPT, load_variant
+from litgpt.model import GPT
+from litgpt.peft import VariantGPT, load_variant, variant_filter, variant_state_dict
 
 HYPERPARAMETERS = "hyperparameters.yaml"
 _HF_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -123,6 +126,8 @@ class AdapterFile:
             return {"adapter_prompt_length": len(next(iter(prompts.values()))), "adapter_start_layer": min(prompts)}
         known = {field.name for field in dataclasses.fields(self.variant.gpt_class.config_class)}
         known -= {field.name for field in dataclasses.fields(Config)}
+        if not known:
+            return {}
         settings = {key: value for key, value in read_hyperparameters(self.folder).items() if key in known}
         if any(re.search(r"\.mlp\.gate\.lora_", name) for name in state):
             settings["lora_router"] = True  # `lora_mlp` of LitGPT 0.5.13 included it
@@ -234,6 +239,16 @@ def find_base(adapter: Adapter, given: str | Path | None = None) -> Path:
         raise MissingFileError(f"the base of {adapter.path} is missing: {error.message}", hint) from error
 
 
+def _read_tensor(plan: Plan, source: Source, name: str) -> Tensor:
+    """One tensor of our model, from the checkpoint."""
+    whole = torch.empty(plain_state(plan.config)[name].shape)
+    for theirs, links in plan.links.items():
+        for link in links:
+            if link.ours == name:
+                link.our_view(whole).copy_(link.their_view(source.get(theirs)))
+    return whole
+
+
 def _endings() -> str:
     return ", ".join(f".{name}" for name in VARIANTS)
 
@@ -244,7 +259,7 @@ def load_finetuned(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    **settings: Any,
+    keep_dtype: bool = False,
 ) -> VariantGPT:
     """Load a base with an adapter on top, in evaluation mode.
 
@@ -253,7 +268,8 @@ def load_finetuned(
         adapter: from `open_adapter`.
         dtype: of the parameters; None keeps the base's.
         device: where they go; None is the CPU.
-        settings: fields of the config that win.
+        keep_dtype: leave the adapter's own tensors as they are in its file, to compute with them outside of a forward
+            pass.
 
     Raises:
         UserError: a file is missing or damaged, or the adapter is not one of this base; all wrong tensors are named.
@@ -262,15 +278,74 @@ def load_finetuned(
         learnt = adapter.read(source)
         gpt_class = learnt.variant.gpt_class
         try:
-            config = source.config(gpt_class.config_class, **learnt.settings, **settings)
+            config = source.config(gpt_class.config_class, **learnt.settings)
         except TypeError as error:
             raise UserError(f"{adapter.path} has settings of the wrong kind: {error}") from error
         config = plan_import(source, config).config
     origin = f"{adapter.path}, put on {base},"
     load_variant(build_empty(gpt_class, config), learnt.state, origin)  # says what is wrong before anything is loaded
     model = load_model(base, gpt_class=gpt_class, dtype=dtype, device=device, config=config)
+    if keep_dtype:
+        for name, parameter in model.named_parameters():
+            if variant_filter(model, name):
+                parameter.data = parameter.data.to(next(iter(learnt.state.values())).dtype)
     load_variant(model, learnt.state, origin)
     return model
+
+
+def base_state(model: VariantGPT) -> dict[str, Tensor]:
+    """The tensors of the plain model in a variant, under the plain names; they share memory with the model."""
+    state = model.state_dict()
+    return {name.replace(".linear.", "."): t for name, t in state.items() if not any(p in name for p in model.added)}
+
+
+@contextmanager
+def plain_weights(model: GPT) -> Iterator[tuple[dict[str, Tensor], dict[str, dict[str, Any]]]]:
+    """The tensors to save of a model, and the content of further files by name, that hold what a variant learnt.
+
+    A LoRA is merged while the context lasts, and its base restored afterwards, bit for bit.
+    """
+    if not isinstance(model, VariantGPT):
+        yield dict(model.state_dict()), {}
+    elif isinstance(model, lora.GPT):
+        merged_before = any(layer.merged for layer in lora.lora_layers(model))
+        lora.merge_lora_weights(model)
+        try:
+            yield base_state(model), {}
+        finally:
+            if not merged_before:
+                lora.unmerge_lora_weights(model)
+    else:
+        variant = VARIANTS[type(model).__module__.removeprefix("litgpt.")]
+        yield base_state(model), {variant.file_name: {"model": variant_state_dict(model)}}
+
+
+def export_peft(adapter: AdapterFile, base: Path, out_dir: Path) -> None:
+    """Write a LoRA as a folder of Hugging Face PEFT.
+
+    Args:
+        adapter: the LoRA.
+        base: checkpoint of its base.
+        out_dir: the folder; it may be the one that the LoRA is in.
+
+    Raises:
+        UserError: it is no LoRA, or has what PEFT has no place for.
+    """
+    with open_source(base) as source:
+        learnt = adapter.read(source)
+        if learnt.variant.name != "lora":
+            raise UserError(f"{adapter.path} is no LoRA, which is what can be written for PEFT")
+        plan = plan_import(source, source.config(lora.Config, **learnt.settings))
+        assert isinstance(plan.config, lora.Config)
+        load_variant(build_empty(lora.GPT, plan.config), learnt.state, f"{adapter.path}")
+        write_peft(
+            out_dir,
+            learnt.state,
+            plan.config,
+            base=str(base),
+            hf_config=source.hf_config() if source.kind == "hf" else None,
+            base_weight=lambda module: _read_tensor(plan, source, f"{module}.weight"),
+        )
 
 
 def _layer(name: str) -> int:

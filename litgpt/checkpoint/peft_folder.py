@@ -30,12 +30,12 @@ from litgpt.config import Config
 from litgpt.errors import MissingFileError, UserError
 from litgpt.lora import GPT as LoRAGPT
 from litgpt.lora import Config as LoRAConfig
-from litgpt.lora import LoRALayer
+from litgpt.lora import LoRALayer, plain_lora
 
 logger = logging.getLogger(__name__)
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-_PICKLED = "adapter_model.bin"
+PICKLED_FILE = "adapter_model.bin"
 _PREFIX = "base_model.model."  # of every tensor: PEFT wraps the model twice
 _SWITCHES = ("lora_query", "lora_key", "lora_value", "lora_projection", "lora_mlp", "lora_head", "lora_router")
 _OF_PART = {"q": "query", "k": "key", "v": "value"}
@@ -51,20 +51,16 @@ def lora_updates(state: Mapping[str, Tensor], config: LoRAConfig) -> dict[Place,
         state: the tensors of a LoRA file.
         config: the config of the model that they belong to.
     """
-    updates = {}
+    updates, state = {}, plain_lora(state)
     for module, layer in _lora_modules(config).items():
-        tensors = {name: state[f"{module}.lora_{name}"].float() for name in _names(layer)}
-        parts = _parts(module, layer)
-        split = {
-            name: tensor.split([layer.r if name.startswith("A") else n for n in parts.values()])
-            for name, tensor in tensors.items()
-        }
-        for i, part in enumerate(parts):
-            pieces = {name: tensors[i] for name, tensors in split.items()}
-            a, b = pieces["A"], pieces["B"]
-            if "A0" in pieces:  # PiSSA: what the update started from is taken off
-                a, b = torch.cat((a, pieces["A0"])), torch.cat((b, -pieces["B0"]), dim=1)
-            updates[module, part] = Update(a, b, layer.scaling, pieces.get("magnitude"))
+        parts, b = _parts(layer), state[f"{module}.lora_B"].float()
+        widths = list(parts.values())
+        lengths: list[Tensor | None] = [None] * len(parts)
+        if layer.use_dora:
+            lengths = list(state[f"{module}.lora_magnitude"].float().split(widths))
+        a_of = state[f"{module}.lora_A"].float().split(b.shape[1])
+        for part, a, b_of, length in zip(parts, a_of, b.split(widths), lengths, strict=True):
+            updates[module, part] = Update(a, b_of, layer.scaling, length)
     return updates
 
 
@@ -73,7 +69,7 @@ def lora_state(updates: Mapping[Place, Update], config: LoRAConfig) -> dict[str,
     state = {}
     for module, layer in _lora_modules(config).items():
         found = []
-        for part, width in _parts(module, layer).items():
+        for part, width in _parts(layer).items():
             update = updates.get((module, part))
             if update is None:
                 n_in = layer.lora_A.shape[-1]
@@ -101,16 +97,10 @@ def _lora_modules(config: LoRAConfig) -> dict[str, LoRALayer]:
     return layers
 
 
-def _parts(module: str, layer: LoRALayer) -> dict[str, int]:
+def _parts(layer: LoRALayer) -> dict[str, int]:
     """The parts of a map that have an update, with their widths."""
     parts = _OF_PART if len(layer.widths) == len(_OF_PART) else ("",)
     return {part: width for part, width, on in zip(parts, layer.widths, layer.enabled, strict=True) if on}
-
-
-def _names(layer: LoRALayer) -> list[str]:
-    """The tensors of a layer, without what their names begin with."""
-    own = [*dict(layer.named_parameters(recurse=False)), *dict(layer.named_buffers(recurse=False))]
-    return [name.removeprefix("lora_") for name in own if name.startswith("lora_")]
 
 
 # Reading
@@ -147,8 +137,8 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     """The tensors of a folder, without the part of their names that all have."""
     if (folder / WEIGHTS_FILE).is_file():
         file: SafetensorsFile | TorchFile = SafetensorsFile(folder / WEIGHTS_FILE)
-    elif (folder / _PICKLED).is_file():
-        file = TorchFile(folder / _PICKLED)
+    elif (folder / PICKLED_FILE).is_file():
+        file = TorchFile(folder / PICKLED_FILE)
     else:
         raise MissingFileError(f"{folder / WEIGHTS_FILE} does not exist", f"it belongs beside {CONFIG_FILE}")
     return {name.removeprefix(_PREFIX): file.get(name) for name in file.tensors()}
@@ -266,7 +256,7 @@ def _switches(places: set[Place], config: Config) -> dict[str, Any]:
 
 
 def _places(config: LoRAConfig) -> set[Place]:
-    return {(module, part) for module, layer in _lora_modules(config).items() for part in _parts(module, layer)}
+    return {(module, part) for module, layer in _lora_modules(config).items() for part in _parts(layer)}
 
 
 def _lora_config(config: Config, settings: Mapping[str, Any]) -> LoRAConfig:

@@ -247,7 +247,7 @@ def open_source(path: str | Path) -> Source:
     """Open a checkpoint.
 
     Args:
-        path: a Hugging Face folder, a LitGPT folder, or a `.gguf` file.
+        path: a Hugging Face folder, a LitGPT folder or one `.pth` file in it, or a `.gguf` file.
 
     Raises:
         UserError: there is nothing, nothing known, or something damaged at `path`.
@@ -256,6 +256,8 @@ def open_source(path: str | Path) -> Source:
     if path.is_file():
         if path.suffix == ".gguf":
             return GGUFSource(path)
+        if path.suffix == ".pth":
+            return LitGPTSource(path.parent, path.name)
         raise UserError(f"{path} is not a checkpoint that can be opened", "give a folder or a .gguf file")
     if not path.exists():
         raise MissingFileError(f"{path} does not exist", "check the path, or download the model first")

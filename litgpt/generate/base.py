@@ -43,11 +43,12 @@ def main(
     seed: int | None = 1234,
     kv_cache: str = "dense",
     speculate: str | None = None,
+    adapter: Path | None = None,
 ) -> None:
     """Continue a prompt with a model. The continuation goes to standard output, rates to standard error.
 
     Args:
-        checkpoint_dir: A checkpoint folder (Hugging Face or LitGPT), a .gguf file, or the id of a repository.
+        checkpoint_dir: A folder (Hugging Face, LitGPT or finetuned), a .gguf file, or the id of a repository.
         prompt: The text to continue, or the question to answer.
         sys_prompt: The system prompt, for models that take one.
         num_samples: How many continuations to generate.
@@ -72,12 +73,12 @@ def main(
             the CPU. Both with a comma: h2o:1024,int8.
         speculate: lookup, or lookup:N: draft up to N tokens by looking for the last ones earlier in the text, and check
             them in one step. Faster where the answer repeats the prompt; the choice of tokens is as without.
+        adapter: What finetuning learnt from this checkpoint, to put on top: a folder that finetuning wrote, the .lora,
+            .adapter or .adapter_v2 file in it, or a folder of Hugging Face PEFT.
     """
     from litgpt.generate.command import run
     from litgpt.generate.types import as_stop_strings
 
-    if quantize is not None:
-        raise UserError(f"--quantize {quantize} is not available yet", "use --precision bf16-true to save memory")
     params = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -95,11 +96,13 @@ def main(
         sys_prompt=sys_prompt,
         prompt_style=prompt_style,
         num_samples=num_samples,
+        quantize=quantize,
         precision=precision,
         device=device,
         kv_cache=kv_cache,
         compile=compile,
         speculate=speculate,
+        adapter=adapter,
     )
 
 

@@ -1,6 +1,6 @@
 # Licensed under the Apache License 2.0, see the LICENSE file.
 
-"""What `litgpt generate` and `generate_speculatively` do once their options are read."""
+"""What `litgpt generate` and its relatives do once their options are read."""
 
 from __future__ import annotations
 
@@ -25,9 +25,13 @@ def run(
     prompt: str,
     params: SamplingParams,
     *,
+    input: str = "",
     sys_prompt: str | None = None,
     prompt_style: str | None = None,
+    adapter: str | Path | None = None,
+    finetuned: Path | None = None,
     num_samples: int = 1,
+    quantize: str | None = None,
     precision: str | None = None,
     device: str | None = None,
     kv_cache: str = "dense",
@@ -36,16 +40,25 @@ def run(
     draft_dir: str | Path | None = None,
     draft_k: int = 3,
 ) -> None:
-    """Load a model and print continuations; see `litgpt.generate.base.main` for the arguments.
+    """Load a model and print continuations; see `litgpt.generate.base.main` and `full.main` for the arguments.
 
     Instead of `speculate`, `draft_dir` may name a smaller model that drafts up to `draft_k` tokens.
     """
+    if quantize is not None:
+        raise UserError(f"--quantize {quantize} is not available yet", "use --precision bf16-true to save memory")
     if num_samples < 1:
         raise UserError(f"num_samples must be at least 1, got {num_samples}")
     CacheKind.parse(kv_cache)  # before anything is loaded
     speculation = None if speculate is None else Speculation.parse(speculate)
-    loaded = load(checkpoint_dir, precision=precision, device=device, prompt_style=prompt_style)
-    ids = loaded.encode(prompt, sys_prompt)
+    loaded = load(
+        checkpoint_dir,
+        precision=precision,
+        device=device,
+        prompt_style=prompt_style,
+        adapter=adapter,
+        finetuned=finetuned,
+    )
+    ids = loaded.encode(prompt, sys_prompt, input)
     params = with_stops_of(loaded.prompt_style, loaded.tokenizer, params)
     if draft_dir is not None:
         draft = load(draft_dir, precision=precision, device=device, prompt_style=prompt_style)

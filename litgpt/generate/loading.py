@@ -11,14 +11,16 @@ from time import perf_counter
 
 import torch
 
+from litgpt.checkpoint.adapter_files import Adapter, base_and_adapter, load_finetuned, open_adapter
 from litgpt.checkpoint.convert import load_model
 from litgpt.checkpoint.hub import resolve
+from litgpt.checkpoint.source import open_source
 from litgpt.config import Config
 from litgpt.generate.engine import Engine
 from litgpt.generate.speculative import Speculation
 from litgpt.generate.types import SamplingParams
 from litgpt.model import GPT
-from litgpt.prompts import Prompt, PromptStyle, choose_prompt_style, encode_prompt
+from litgpt.prompts import Prompt, PromptStyle, choose_prompt_style, encode_prompt, has_prompt_style
 from litgpt.runtime import pick_device, pick_precision, weight_dtype
 from litgpt.tokenizer import Tokenizer
 
@@ -46,9 +48,15 @@ class Loaded:
             speculation=speculation,
         )
 
-    def encode(self, prompt: Prompt, sys_prompt: str | None = None) -> list[int]:
-        """The token ids of a request or a conversation, formatted as the model expects it."""
-        return encode_prompt(self.tokenizer, self.prompt_style, prompt, sys_prompt=sys_prompt)
+    def encode(self, prompt: Prompt, sys_prompt: str | None = None, input: str = "") -> list[int]:
+        """The token ids of a request or a conversation, formatted as the model expects it.
+
+        Args:
+            prompt: the request, or the messages of the conversation.
+            sys_prompt: the system prompt, for models that take one.
+            input: further text that belongs to the request.
+        """
+        return encode_prompt(self.tokenizer, self.prompt_style, prompt, sys_prompt=sys_prompt, input=input)
 
 
 def with_stops_of(style: PromptStyle, tokenizer: Tokenizer, params: SamplingParams) -> SamplingParams:
@@ -64,32 +72,61 @@ def load(
     device: str | None = None,
     prompt_style: str | PromptStyle | None = None,
     access_token: str | None = None,
+    adapter: str | Path | None = None,
+    finetuned: Path | None = None,
 ) -> Loaded:
     """Load a checkpoint to generate with.
 
     Args:
-        path_or_repo: a folder, a `.gguf` file or a repository id.
+        path_or_repo: a folder, a `.gguf` file or a repository id. A folder that finetuning wrote with nothing but what
+            was learnt stands for its base with that.
         precision: see `litgpt.runtime.pick_precision`.
         device: see `litgpt.runtime.pick_device`.
         prompt_style: the name of a prompt style, "raw" for none; None for what the checkpoint says.
         access_token: for a repository that is not public.
+        adapter: what finetuning learnt, to put on top; see `litgpt.checkpoint.adapter_files.open_adapter`.
+        finetuned: weights of the same model to use in place of the checkpoint's: a `.pth` file, or a folder.
 
     Raises:
         UserError: the checkpoint is missing, damaged or of an unknown kind, or a setting is not available.
     """
     place = pick_device(device)
     chosen = pick_precision(precision, place)
-    path = resolve(path_or_repo, access_token=access_token)
+    path, own = base_and_adapter(resolve(path_or_repo, access_token=access_token))
+    used = own if adapter is None else open_adapter(adapter)
     tokenizer = Tokenizer(path)
-    model = load_weights(path, chosen, place)
-    return Loaded(model, tokenizer, choose_prompt_style(path, tokenizer, model.config, prompt_style), path, chosen)
+    weights, config, trained_in = path, None, path if used is None else used.folder
+    if finetuned is not None:
+        with open_source(path) as source:
+            config = source.config()
+        weights, trained_in = finetuned, finetuned if finetuned.is_dir() else finetuned.parent
+    model = load_weights(weights, chosen, place, config, used)
+    # The format of the training, if it is noted, is the one to use
+    format_dir = trained_in if has_prompt_style(trained_in) else path
+    return Loaded(
+        model, tokenizer, choose_prompt_style(format_dir, tokenizer, model.config, prompt_style), path, chosen
+    )
 
 
-def load_weights(path: Path, precision: str, device: torch.device, config: Config | None = None) -> GPT:
-    """Load a model in the dtype of a precision, and say how long that took."""
-    start = perf_counter()
-    model = load_model(path, dtype=weight_dtype(precision), device=device, config=config)
-    logger.info("loaded %s in %.2f s (%s, %s)", path, perf_counter() - start, precision, device)
+def load_weights(
+    path: Path, precision: str, device: torch.device, config: Config | None = None, adapter: Adapter | None = None
+) -> GPT:
+    """Load a model in the dtype of a precision, and say how long that took.
+
+    Args:
+        path: the checkpoint.
+        precision: as `litgpt.runtime.pick_precision` writes it.
+        device: where the model goes.
+        config: the architecture, if it is not the one that the checkpoint names. An adapter brings its own.
+        adapter: what to put on top.
+    """
+    start, dtype = perf_counter(), weight_dtype(precision)
+    if adapter is None:
+        model = load_model(path, dtype=dtype, device=device, config=config)
+    else:
+        model = load_finetuned(path, adapter, dtype=dtype, device=device)
+    name = path if adapter is None else f"{path} with {adapter.path}"
+    logger.info("loaded %s in %.2f s (%s, %s)", name, perf_counter() - start, precision, device)
     return model
 
 
