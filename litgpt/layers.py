@@ -22,7 +22,7 @@ ROLES = ("qkv", "q", "kv", "proj", "mlp", "gate", "head")
 
 def upcast(x: torch.Tensor) -> torch.Tensor:
     """`x` in float32, or as it is when that is more precise already."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype == torch.float64 else x.float()
 
 
 class RMSNorm(nn.Module):
