@@ -13,13 +13,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 
 from litgpt import model as base
+from litgpt.attention import KVView, Step
 from litgpt.config import Config as BaseConfig
 from litgpt.layers import ROLES
 from litgpt.lora_layers import LoRAExperts, LoRALayer, LoRALinear, LoRAQKVLinear, each_adapter
@@ -39,6 +42,7 @@ __all__ = [
     "lora_plus_groups",
     "mark_only_lora_as_trainable",
     "merge_lora_weights",
+    "plain_lora",
     "unmerge_lora_weights",
 ]
 
@@ -140,16 +144,57 @@ class Config(BaseConfig):
 
 
 class LoRAMoE(base.LLaMAMoE):
-    """A mixture of experts: rows of a batch with different adapters go through it one adapter after the other."""
+    """A mixture of experts. Rows of a batch that have adapters of their own go through it one adapter at a time."""
 
     def forward(self, x: Tensor) -> Tensor:
         """`(B, T, C) -> (B, T, C)`."""
         forward = super().forward
-        return each_adapter(self, lambda rows: forward(x[rows]))
+        mixed = each_adapter(self, lambda rows: forward(x[rows]))
+        return forward(x) if mixed is None else mixed
+
+
+class MultiheadLatentAttention(base.MultiheadLatentAttention):
+    """Latent attention. The weight that it takes apart is adapted for one adapter at a time."""
+
+    def attend(self, q: Tensor, view: KVView, step: Step) -> Tensor:
+        """Attend from `q` to the latents of the view."""
+        attend = super().attend
+        mixed = each_adapter(self, lambda rows: attend(*_some(rows, q, view, step)))
+        return attend(q, view, step) if mixed is None else mixed
+
+    def attention_mass(self, q: Tensor, view: KVView, step: Step, last: int | None) -> Tensor:
+        """Attention that each slot receives."""
+        mass = super().attention_mass
+        mixed = each_adapter(self, lambda rows: mass(*_some(rows, q, view, step), last))
+        return mass(q, view, step, last) if mixed is None else mixed
+
+
+def _some(rows: Tensor, q: Tensor, view: KVView, step: Step) -> tuple[Tensor, KVView, Step]:
+    """Some rows of what attention works on."""
+
+    def pick(tensor: Tensor) -> Tensor:  # one row may stand for all
+        return tensor if tensor.size(0) == 1 else tensor[rows]
+
+    ropes = step.sink_rope and [r and r._replace(cos=pick(r.cos), sin=pick(r.sin)) for r in step.sink_rope]
+    view = view._replace(k=view.k[rows], v=view.v[rows], pos=pick(view.pos))
+    step = dataclasses.replace(step, pos=pick(step.pos), end=pick(step.end), memo={}, sink_rope=ropes)
+    return q[rows], view, step
 
 
 class Layers(base.Layers):
     """The plain parts, with LoRA where the config wants it."""
+
+    def attention(self, config: BaseConfig, block_idx: int) -> nn.Module:
+        """The attention of a block."""
+        if config.latent_attention is not None:
+            return MultiheadLatentAttention(config, block_idx, self)
+        return super().attention(config, block_idx)
+
+    def mlp(self, config: BaseConfig, block_idx: int) -> nn.Module:
+        """The feed-forward network of a block."""
+        if config.layer_is_moe(block_idx):
+            return LoRAMoE(config, f"h.{block_idx}.mlp", self)
+        return super().mlp(config, block_idx)
 
     def linear(self, config: BaseConfig, path: str, role: str, n_in: int, n_out: int, bias: bool = False) -> nn.Module:
         """A linear map, see `LayersBase.linear`."""
@@ -186,6 +231,7 @@ class CausalSelfAttention(base.CausalSelfAttention):
 class GPT(VariantGPT):
     """A model with LoRA."""
 
+    config: Config
     config_class = Config
     layers_class = Layers
     added = ("lora_",)
@@ -241,6 +287,20 @@ def lora_plus_groups(model: nn.Module, lr: float, ratio: float = 16.0) -> list[d
     return [{"params": slow, "lr": lr}, {"params": fast, "lr": lr * ratio}]
 
 
+def plain_lora(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A file of LoRA without PiSSA's `lora_A0` and `lora_B0`: `B A - B0 A0` as one update of twice the rank.
+
+    The scale is still that of the rank before.
+    """
+    plain = {key: value for key, value in state.items() if not key.endswith(("lora_A0", "lora_B0"))}
+    for key in [key for key in state if key.endswith("lora_A0")]:
+        stem, r = key.removesuffix("A0"), state[f"{key.removesuffix('A0')}B"].size(1)
+        both = [state[f"{stem}{name}"].unflatten(0, (-1, r)) for name in ("A", "A0")]  # (P, r, n_in)
+        plain[f"{stem}A"] = torch.cat(both, dim=1).flatten(0, 1)
+        plain[f"{stem}B"] = torch.cat((state[f"{stem}B"], -state[f"{stem}B0"]), dim=1)
+    return plain
+
+
 def merge_lora_weights(model: nn.Module, keep_base: bool = True) -> float:
     """Put every update into its weight, so that the model costs as much as the plain one.
 
@@ -275,4 +335,5 @@ def _note_tie(model: nn.Module) -> None:
     tied = model.lm_head.linear.weight is model.transformer.wte.weight
     if model.config.tie_embeddings and not tied:
         logger.warning("the head was tied to the embedding; with its update merged it is a tensor of its own")
-    model.config = dataclasses.replace(model.config, tie_embeddings=tied)
+    if model.config.tie_embeddings != tied:
+        model.config = dataclasses.replace(model.config, tie_embeddings=tied)

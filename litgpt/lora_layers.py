@@ -31,6 +31,16 @@ class Rows:
     index: Tensor | int
     groups: dict[int, Tensor]
 
+    @property
+    def n_rows(self) -> int | None:
+        """Rows of the batch, None when one adapter is for all."""
+        return len(self.index) if isinstance(self.index, Tensor) else None
+
+
+def lora_scaling(r: int, lora_alpha: float, use_rslora: bool) -> float:
+    """The factor on an update of rank `r`."""
+    return lora_alpha / max(1, r) ** (0.5 if use_rslora else 1.0)
+
 
 class LoRALayer(nn.Module):
     """A map with an update `scaling * B A` of low rank beside its frozen weight `W`.
@@ -79,7 +89,7 @@ class LoRALayer(nn.Module):
         self.r, self.widths, self.enabled = r, list(widths), [r > 0 and on for on in enabled]
         self.active, self.merged = any(self.enabled), False
         self.use_dora, self.use_pissa = use_dora, init == "pissa"
-        self.scaling = lora_alpha / max(1, r) ** (0.5 if use_rslora else 1.0)
+        self.scaling = lora_scaling(r, lora_alpha, use_rslora)
         self.lora_dropout = nn.Dropout(lora_dropout) if lora_dropout > 0 else nn.Identity()
         self.rows: Rows | None = None
         self.bank: dict[str, Tensor] = {}  # the tensors of several adapters, stacked, for `rows`
@@ -275,6 +285,8 @@ class LoRALinear(LoRALayer, WrappedLinear):
         y = self.linear(x)
         if self.merged or not self.active:
             return y
+        if self.rows is not None and self.rows.n_rows not in (None, x.size(0)):
+            raise ValueError(f"adapters were chosen for {self.rows.n_rows} rows, the batch has {x.size(0)}")
         x = self.lora_dropout(x)
         updates = self._updates(lambda a: _times(x, a.to(x.dtype)), lambda d, b: _times(d, b.to(d.dtype)))
         ratio = self.ratio()
@@ -365,17 +377,25 @@ class LoRAExperts(LoRALayer, StackedLinear):
         return self._join(y, updates, -1, ratio, None if bias is None else bias[expert])
 
 
-def each_adapter(module: nn.Module, run: Callable[[Tensor | slice], Tensor]) -> Tensor:
-    """`run` for the rows of each adapter on its own, where a module cannot mix them; results in the rows' order."""
+def each_adapter(module: nn.Module, run: Callable[[Tensor], Tensor]) -> Tensor | None:
+    """Run a module that cannot mix adapters for the rows of each adapter on its own.
+
+    Args:
+        module: the module, with `LoRALayer`s in it.
+        run: called with the rows `(n,)` of an adapter while the layers use that one; its result has `n` rows.
+
+    Returns:
+        The results in the order of the rows of the batch, or None if the rows of the batch do not differ.
+    """
     layers = [layer for layer in module.modules() if isinstance(layer, LoRALayer)]
     rows = next((layer.rows for layer in layers if layer.rows is not None), None)
-    if rows is None:
-        return run(slice(None))
-    parts, order = [], torch.cat(list(rows.groups.values()))
+    if rows is None or rows.n_rows is None:
+        return None
+    parts = []
     for number, group in rows.groups.items():
         for layer in layers:
             layer.rows = Rows(number, {})
         parts.append(run(group))
     for layer in layers:
         layer.rows = rows
-    return torch.cat(parts)[order.argsort()]
+    return torch.cat(parts)[torch.cat(list(rows.groups.values())).argsort()]
