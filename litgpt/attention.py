@@ -12,7 +12,7 @@ Letters in shapes: B batch, T new tokens, H query heads, G key/value groups, R =
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -67,6 +67,10 @@ class Step:
         memo: what layers work out once and share, such as masks.
         size: number of new tokens T, padding included.
         sink_rope: by layer, the rotation that takes queries to where sinks see them; None without relative sinks.
+        documents: by row, the lengths of the sequences that it holds one after the other; None: each row is one.
+            The last of a row may be its padding.
+        reach: length in tokens that sequences of a pass without a cache may reach, which the rotary tables of some
+            models depend on. 0: that of the longest sequence of the step.
     """
 
     pos: torch.Tensor
@@ -78,9 +82,12 @@ class Step:
     last: torch.Tensor | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict)
     sink_rope: list[Any] | None = None
+    documents: tuple[tuple[int, ...], ...] | None = None
+    reach: int = 0
 
     def __post_init__(self) -> None:
         self.size = self.pos.size(1)
+        self.reach = self.reach or self.size
 
     @property
     def begin(self) -> torch.Tensor:
@@ -88,17 +95,49 @@ class Step:
         return self.end - (self.pos >= 0).sum(dim=1)
 
     @classmethod
-    def without_cache(cls, n_tokens: int, device: torch.device) -> Step:
+    def without_cache(cls, n_tokens: int, device: torch.device, reach: int = 0) -> Step:
         """The step of a plain forward pass over `n_tokens` positions from 0."""
         pos = torch.arange(n_tokens, device=device).unsqueeze(0)
         end = torch.full((1,), n_tokens, device=device)
-        return cls(pos, end, live=n_tokens, start=0, fresh=True)
+        return cls(pos, end, live=n_tokens, start=0, fresh=True, reach=reach)
+
+    @classmethod
+    def packed(cls, documents: Sequence[Sequence[int]], device: torch.device, reach: int = 0) -> Step:
+        """The step of a plain forward pass over rows of several sequences, none of which sees another.
+
+        Args:
+            documents: by row, the lengths in tokens of its sequences in their order. Shorter rows are padded on the
+                right to the longest.
+            device: where the token ids are.
+            reach: see the attribute of this name.
+
+        Raises:
+            ValueError: no row, or a sequence without tokens.
+        """
+        if not documents or not all(row and min(row) > 0 for row in documents):
+            raise ValueError(f"every row must hold sequences of at least one token, got lengths {list(documents)}")
+        size = max(map(sum, documents))
+        pos = torch.full((len(documents), size), -1)
+        for row, lengths in zip(pos, documents, strict=True):
+            row[: sum(lengths)] = torch.cat([torch.arange(n) for n in lengths])
+        end = (pos >= 0).sum(dim=1)
+        padded = tuple((*row, size - sum(row)) if sum(row) < size else tuple(row) for row in documents)
+        reach = reach or max(map(max, documents))
+        return cls(pos.to(device), end.to(device), live=size, fresh=True, documents=padded, reach=reach)
+
+    def alone(self, n_tokens: int) -> Step:
+        """The step of one sequence of `n_tokens` of a packed row; shared by all sequences of this length and layers."""
+        key = ("alone", n_tokens)
+        if key not in self.memo:
+            self.memo[key] = Step.without_cache(n_tokens, self.pos.device)
+        return self.memo[key]
 
     def visible(self, view: KVView, window: int | None) -> torch.Tensor:
         """The mask `(B or 1, G or 1, T, S)` over the live slots, True where a query may look.
 
         The only rule of visibility.
         """
+        assert self.documents is None, "sequences of a packed row are attended to one by one"
         # the slot count is part of the key only where it is a host fact: hashing a traced size would pin it
         key = None if view.key is None else ("mask", view.key, view.live, window, view.n_sink)
         if key is not None and key in self.memo:
@@ -153,6 +192,8 @@ def attend(
     Returns:
         `(B, H, T, Dv)`. Rows of padding tokens hold finite values without meaning.
     """
+    if step.documents is not None:
+        return _attend_packed(q, view, step, scale=scale, window=window, softcap=softcap, sinks=sinks)
     k, v = _live_slots(view)
     window = narrower(window, view.window)
     if q.size(2) == 1 and q_for_sinks is None and q.device.type in FLEX_DEVICES and torch.compiler.is_compiling():
@@ -178,6 +219,26 @@ def attend(
         v = F.pad(v, (0, size - width))  # equal widths, or the fused kernels step aside
     y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
     return y[..., :width]
+
+
+def _attend_packed(q: torch.Tensor, view: KVView, step: Step, **options: Any) -> torch.Tensor:
+    """Attention within each sequence of packed rows: as many calls as there are sequences, each on views of the row.
+
+    Nothing outside a sequence is ever scored, so the cost is that of the sequences one by one.
+    """
+    assert step.documents is not None
+    assert view.k.size(2) == step.size, "a packed step attends to its own tokens"
+    rows = []
+    for i, lengths in enumerate(step.documents):
+        # `split`, whose backward pass joins the parts once: that of a slice would fill a whole row for each sequence
+        parts = zip(*(x[i : i + 1].split(lengths, dim=2) for x in (q, view.k, view.v)), strict=True)
+        outputs = []
+        for n, (q_part, k_part, v_part) in zip(lengths, parts, strict=True):
+            alone = step.alone(n)
+            own = KVView(k_part, v_part, alone.pos.unsqueeze(1), n, key="chunk")
+            outputs.append(attend(q_part, own, alone, **options).transpose(1, 2))  # (1, n, H, Dv)
+        rows.append(torch.cat(outputs, dim=1))
+    return (rows[0] if len(rows) == 1 else torch.cat(rows)).transpose(1, 2)
 
 
 def _all_visible(view: KVView, step: Step, window: int | None) -> bool:

@@ -193,7 +193,8 @@ class GPT(nn.Module):
             input_pos_maxp1: largest position plus 1, if the caller knows it; saves attending to unused slots.
             lm_head_chunk_size: with a value above 0, a list of logits for so many positions each.
             cache: the cache of this request; its lengths are committed when the forward pass succeeded.
-            step: `cache.plan(...)`, default T new tokens in every row.
+            step: `cache.plan(...)`, default T new tokens in every row; without a cache, `Step.packed(...)` for rows of
+                several sequences.
             last_only: only the logits of each row's last new token.
 
         Returns:
@@ -207,11 +208,13 @@ class GPT(nn.Module):
         elif cache is not None:
             if idx.size(0) != cache.batch_size:
                 raise ValueError(f"a batch of {idx.size(0)} rows does not fit a KV cache of {cache.batch_size}")
+            if step is not None and step.documents is not None:
+                raise ValueError("packed rows need no KV cache: they start and end with the forward pass")
             step = cache.plan(idx.size(1)) if step is None else step
             if step.size != idx.size(1):
                 raise ValueError(f"the step was planned for {step.size} tokens a row, got {idx.size(1)}")
-        elif idx.size(1) > self.max_seq_length:
-            raise ValueError(f"cannot forward {idx.size(1)} tokens: the maximum length is {self.max_seq_length}")
+        else:
+            self._check_length(idx, step)
         self.check_ids(idx)
         try:
             logits = self.run(idx, step, cache, last_only=last_only, lm_head_chunk_size=lm_head_chunk_size)
@@ -222,6 +225,14 @@ class GPT(nn.Module):
         if cache is not None and step is not None:
             cache.commit(step)
         return logits
+
+    def _check_length(self, idx: torch.Tensor, step: Step | None) -> None:
+        """Raise ValueError for a pass without a cache that is longer than it may be, or than its step."""
+        if step is not None and step.size != idx.size(1):
+            raise ValueError(f"the step is for {step.size} tokens a row, got {idx.size(1)}")
+        length = idx.size(1) if step is None else step.reach
+        if length > self.max_seq_length:
+            raise ValueError(f"cannot forward {length} tokens: the maximum length is {self.max_seq_length}")
 
     def check_ids(self, idx: torch.Tensor) -> None:
         """Raise ValueError for token ids outside the embedding, on devices that the host need not wait for."""
@@ -242,21 +253,26 @@ class GPT(nn.Module):
         lm_head_chunk_size: int = 0,
     ) -> torch.Tensor | list[torch.Tensor]:
         """`forward` without its bookkeeping: checks and commits nothing, so it compiles to one graph."""
+        x = self.hidden(idx, step, cache)
+        if last_only:
+            last = None if step is None else step.last
+            x = x[:, -1:] if last is None else x.gather(1, last.view(-1, 1, 1).expand(-1, 1, x.size(-1)))
+        if lm_head_chunk_size > 0:
+            return [self.head(chunk) for chunk in x.split(lm_head_chunk_size, dim=1)]
+        return self.head(x)
+
+    def hidden(self, idx: torch.Tensor, step: Step | None = None, cache: kvcache.KVCache | None = None) -> torch.Tensor:
+        """Token ids `(B, T)` -> what the head reads, `(B, T, C)` after the final norm. Checks and commits nothing."""
         if step is None:
             step = Step.without_cache(idx.size(1), idx.device)
         x = self.embed(idx)
-        length = step.size if cache is None else cache.max_length
+        length = step.reach if cache is None else cache.max_length
         rows = self.rope.rows(step.pos, length, x.dtype)
         if cache is not None and (kept := cache.relative_length) is not None:
             step.sink_rope = self.rope.rows((step.pos + 1 - kept).clamp_min(0), length, x.dtype, backwards=True)
         for i, block in enumerate(self.transformer.h):
             x = block(x, rows[i], step, None if cache is None else cache.layers[i])
-        if last_only:
-            x = x[:, -1:] if step.last is None else x.gather(1, step.last.view(-1, 1, 1).expand(-1, 1, x.size(-1)))
-        x = self.transformer.ln_f(x)
-        if lm_head_chunk_size > 0:
-            return [self.head(chunk) for chunk in x.split(lm_head_chunk_size, dim=1)]
-        return self.head(x)
+        return self.transformer.ln_f(x)
 
     def embed(self, idx: torch.Tensor) -> torch.Tensor:
         """Token ids `(B, T)` -> `(B, T, C)`."""

@@ -14,11 +14,15 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Context in which `now` is the size of all storages made inside it that still live, and `peak` its maximum."""
+    """Context in which `now` is the size of all storages made inside it that still live, and `peak` its maximum.
+
+    `largest` is that of the largest storage.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
+        self.largest = 0
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
 
     @property
@@ -35,6 +39,7 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and (key := _key(tensor)) not in known:
                 storage = tensor.untyped_storage()
                 self._made[key] = (StorageWeakRef(storage), storage.nbytes())
+                self.largest = max(self.largest, storage.nbytes())
         self.peak = max(self.peak, self.now)
         return result
 
