@@ -15,6 +15,7 @@ _OPTIONAL = {
     "FASTAPI_AVAILABLE": ("fastapi", "serve"),
     "LM_EVAL_AVAILABLE": ("lm_eval", "eval"),
     "BITSANDBYTES_AVAILABLE": ("bitsandbytes", "quantize"),
+    "TORCHAO_AVAILABLE": ("torchao", "quantize"),
     "TENSORBOARD_AVAILABLE": ("tensorboard", "loggers"),
     "WANDB_AVAILABLE": ("wandb", "loggers"),
     "MLFLOW_AVAILABLE": ("mlflow", "loggers"),

@@ -26,7 +26,7 @@ LAYERS: dict[int, list[str]] = {
     3: ["model"],
     4: ["peft", "lora", "lora_layers", "lora_adapters", "adapter", "adapter_v2", "ia3"],
     5: ["tokenizer", "tokenizer_files", "detokenizer", "chat_template", "prompts", "prompt_styles", "checkpoint"],
-    6: ["args", "data", "runtime"],
+    6: ["args", "data", "quantize", "quantized_linear", "runtime"],
     7: ["generate", "train"],
     8: ["finetune", "pretrain", "api", "chat", "deploy", "eval", "scripts", "utils"],
     9: ["__main__", "__init__", "cli"],

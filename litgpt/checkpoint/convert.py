@@ -9,7 +9,8 @@ tensor to its place, so memory holds one copy of the weights and a few megabytes
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -45,6 +46,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     config: Config | None = None,
+    filled: Callable[[GPT, str], None] | None = None,
     **overrides: Any,
 ) -> GPT:
     """Load a checkpoint of any kind, in evaluation mode.
@@ -55,6 +57,8 @@ def load_model(
         dtype: of the parameters; None keeps the checkpoint's (float32 for quantized GGUF files).
         device: where the parameters go; None is the CPU.
         config: the architecture, when it is not the one that the checkpoint names.
+        filled: called with the model and the name, in the plain model, of each tensor that is complete. It may replace
+            the module that holds it, which frees the tensor.
         overrides: fields of the config that win over the checkpoint's.
 
     Raises:
@@ -72,7 +76,7 @@ def load_model(
         plan = plan_import(source, config)
         model = build_empty(gpt_class, plan.config)
         _allocate(model, dtype or plan.dtype, torch.device(device or "cpu"))
-        _fill(model, plan, source)
+        _fill(model, plan, source, filled)
     return model.eval()
 
 
@@ -91,10 +95,13 @@ def _allocate(model: GPT, dtype: torch.dtype, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def _fill(model: GPT, plan: Plan, source: Source) -> None:
+def _fill(model: GPT, plan: Plan, source: Source, filled: Callable[[GPT, str], None] | None) -> None:
     """Copy every tensor to its place."""
+    pieces = Counter(link.ours for links in plan.links.values() for link in links)
     state = model.state_dict()  # views of the parameters, experts one by one
-    places = {link.ours: _place(link.ours, state) for links in plan.links.values() for link in links}
+    places = {ours: _place(ours, state) for ours in pieces}
+    others = _others(model, places.values())
+    state.clear()
     infos, unreleased = source.tensors(), 0
     with byte_bar("loading", sum(infos[name].nbytes for name in plan.links), delay=1, leave=False) as bar:
         for name, links in plan.links.items():
@@ -109,7 +116,12 @@ def _fill(model: GPT, plan: Plan, source: Source) -> None:
                     if unreleased >= source.release_after:
                         source.release()
                         unreleased = 0
-    _reset_others(model, places.values())
+                pieces[link.ours] -= 1
+                if filled is not None and not pieces[link.ours]:
+                    del into, places[link.ours]
+                    filled(model, link.ours)
+    for module in others:
+        module.reset_parameters()  # type: ignore[operator]
 
 
 def _place(name: str, state: Mapping[str, Tensor]) -> Tensor:
@@ -124,12 +136,13 @@ def _parts(tensor: Tensor) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, len(tensor), step))
 
 
-def _reset_others(model: GPT, places: Iterable[Tensor]) -> None:
-    """Initialise what the checkpoint does not fill: a variant's tensors, which may start from the weights loaded."""
+def _others(model: GPT, places: Iterable[Tensor]) -> list[nn.Module]:
+    """Modules with tensors that the checkpoint does not fill: a variant's, which may start from the weights loaded."""
     filled = {place.untyped_storage().data_ptr() for place in places}
-    for module in model.modules():
-        if any(p.untyped_storage().data_ptr() not in filled for p in module.parameters(recurse=False)):
-            module.reset_parameters()  # type: ignore[operator]
+    modules = model.modules()
+    return [
+        m for m in modules if any(p.untyped_storage().data_ptr() not in filled for p in m.parameters(recurse=False))
+    ]
 
 
 def export_hf(
