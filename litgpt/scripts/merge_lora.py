@@ -43,7 +43,7 @@ def merge_lora(
     """
     from litgpt.checkpoint.adapter_files import base_state, find_base, load_finetuned, open_adapter
     from litgpt.checkpoint.convert import save_litgpt
-    from litgpt.checkpoint.source import open_source
+    from litgpt.checkpoint.source import companions, open_source
     from litgpt.lora import GPT, merge_lora_weights
     from litgpt.runtime import pick_device, pick_precision, weight_dtype
 
@@ -61,9 +61,9 @@ def merge_lora(
         )
     lost = merge_lora_weights(model, keep_base=False)
     with open_source(base) as source:
-        files = source.companion_files()
+        # Finetuning leaves the tokenizer here; PEFT may not
+        files = {} if companions(adapter.folder) else source.companion_files()
         hf_config = source.hf_config() if source.kind != "litgpt" or (base / "config.json").is_file() else None
-    files = {name: content for name, content in files.items() if not (adapter.folder / name).exists()}
     files[RECORD] = json.dumps(record, indent=2).encode("utf-8")
     save_litgpt(base_state(model), model.config, adapter.folder, hf_config, files)
     dtype = model.transformer.wte.weight.dtype
