@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, random_split
+from torch.utils.data import DataLoader
 
 from litgpt.config import Config
 from litgpt.data.dataset import SFTDataset, get_sft_collate_fn
@@ -215,10 +215,9 @@ def split(total: int, fraction: float, seed: int) -> tuple[Sequence[int], Sequen
     if not 0 <= fraction < 1:
         raise UserError(f"val_split_fraction={fraction} is not a fraction", "use a number from 0 up to, but not, 1")
     n_held_out = min(max(int(total * fraction), int(fraction > 0)), total - 1)
-    parts = [total - n_held_out, n_held_out]
-    everything: Any = range(total)  # `random_split` asks for nothing but the length
-    train, held_out = random_split(everything, parts, torch.Generator().manual_seed(seed))
-    return train.indices, held_out.indices
+    # The order that `torch.utils.data.random_split` draws, so the samples are those that LitGPT holds out.
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).tolist()
+    return order[: total - n_held_out], order[total - n_held_out :]
 
 
 def _style_of(tokenizer: Tokenizer) -> PromptStyle:

@@ -60,13 +60,9 @@ class Encoder:
     @cached_property
     def end_id(self) -> int:
         """The token that ends an answer: that of the format where it has one, else EOS."""
-        if isinstance(self.style, Turns):
-            for tokens in self.style.stop:
-                if len(tokens) == 1 and self.style.end.lstrip().startswith(str(tokens[0])):
-                    try:
-                        return self.tokenizer.token_to_id(str(tokens[0]))
-                    except ValueError:  # the format is used with another vocabulary
-                        continue
+        after = self.style.end.lstrip() if isinstance(self.style, Turns) else ""
+        if found := [token for token in (self._ends if after else ()) if after.startswith(token)]:
+            return self._ends[max(found, key=len)]
         if self.tokenizer.eos_id is None:
             raise UserError("the tokenizer has no EOS token to end an answer with", "use another checkpoint")
         return self.tokenizer.eos_id

@@ -26,7 +26,8 @@ _TASKS = """
     wmt16_translate_fien wmt16_translate_roen wmt16_translate_ruen wmt16_translate_tren wnli word_segment wsc
     yelp_polarity_reviews
 """
-SUBSETS = tuple(f"{task}_10templates" for task in _TASKS.split())
+_ENDING = "_10templates"
+SUBSETS = tuple(f"{task}{_ENDING}" for task in _TASKS.split())
 """The subsets that there are."""
 
 
@@ -50,8 +51,8 @@ class FLAN(InstructionData):
         super().__post_init__()
         for name in self._names():
             if name not in SUBSETS:
-                close = difflib.get_close_matches(name, SUBSETS)
-                hint = f"did you mean {' or '.join(close)}?" if close else f"there are: {', '.join(SUBSETS)}"
+                close = difflib.get_close_matches(f"{name.removesuffix(_ENDING)}{_ENDING}", SUBSETS)
+                hint = f"did you mean {' or '.join(close)}?" if close else "litgpt.data.flan.SUBSETS has all names"
                 raise UserError(f"FLAN has no subset {name!r}", hint)
 
     def prepare_data(self) -> None:
