@@ -301,8 +301,8 @@ NAMES: dict[str, str] = {
 }
 
 MISSING_NAMES = {
-    "litgpt.args",
-    *(f"litgpt.data:{name}" for name in ("LitData", "OpenWebText", "TextFiles", "TinyLlama", "MicroLlama", "TinyStories")),
+    *(f"litgpt.data:{name}" for name in ("LitData", "OpenWebText", "TextFiles")),
+    *(f"litgpt.data:{name}" for name in ("TinyLlama", "MicroLlama", "TinyStories")),
 }
 
 # Class -> method -> parameter -> default
