@@ -27,11 +27,11 @@ from litgpt.kvcache import CacheKind
 from litgpt.kvcache.prefix import PrefixStore
 from litgpt.model import GPT
 from litgpt.prompts import PromptStyle, choose_prompt_style, encode_prompt, has_prompt_style, save_prompt_style
+from litgpt.quantize import Quantization, check_quantization, is_quantized, quantize_model
 from litgpt.runtime import pick_device, pick_precision, weight_dtype
 from litgpt.tokenizer import Tokenizer
 from litgpt.train.loss import chunked_cross_entropy
 
-Quantization = Literal["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.int8"]
 Message = Mapping[str, Any]
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -189,7 +189,9 @@ class LLM(nn.Module):
             accelerator: "cpu", "cuda" (or "gpu"), "mps" or "auto".
             devices: 1 or "auto".
             precision: see `load`; None keeps what `load` was given.
-            quantize: not available yet.
+            quantize: how the weights are stored: "bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq" or "bnb.int8", which
+                the package bitsandbytes brings, or "torchao.int8". None: as they are computed with. A model that is
+                quantized stays so, and cannot be saved or have its precision changed.
             generate_strategy: how to use several devices; not available yet.
             fixed_kv_cache_size: tokens that every KV cache holds, and so the longest sequence; "max_model_supported"
                 for the model's context. None: what each request needs.
@@ -199,8 +201,6 @@ class LLM(nn.Module):
         """
         if accelerator not in ("cpu", "gpu", "cuda", "mps", "auto"):
             raise UserError(f"unknown accelerator {accelerator!r}", "use cpu, gpu, cuda, mps or auto")
-        if quantize is not None:
-            raise UserError(f"quantize={quantize!r} is not available yet", "use precision='bf16-true' to save memory")
         if generate_strategy is not None:
             raise UserError(f"generate_strategy={generate_strategy!r} is not available yet", "use one device")
         n_devices = len(devices) if isinstance(devices, list) else devices
@@ -209,7 +209,7 @@ class LLM(nn.Module):
         place = pick_device(accelerator)
         if isinstance(devices, list) and place.type == "cuda":
             place = pick_device(f"cuda:{devices[0]}")
-        self._place(place, precision or self.precision)
+        self._place(place, precision or self.precision, quantize)
         before, self.fixed_kv_cache_size = self.fixed_kv_cache_size, fixed_kv_cache_size
         try:
             self._engine()  # says now if the size does not fit
@@ -217,18 +217,28 @@ class LLM(nn.Module):
             self.fixed_kv_cache_size = before
             raise
 
-    def _place(self, device: torch.device, wanted: str | None) -> None:
+    def _place(self, device: torch.device, wanted: str | None, quantize: str | None = None) -> None:
         if self.prefix_store is not None:
             self.prefix_store.clear()
         precision = pick_precision(wanted, device)
         dtype = weight_dtype(precision)
-        if self.model is not None:
-            self.model.to(device=device, dtype=dtype)
-        elif self.checkpoint_dir is not None:
-            self.model = load_weights(self.checkpoint_dir, precision, device, self.config, self.adapter)
+        if quantize is not None:
+            check_quantization(quantize, precision)
+        if self.model is None and self.checkpoint_dir is not None:
+            self.model = load_weights(self.checkpoint_dir, precision, device, self.config, self.adapter, quantize)
             self.config = self.model.config  # the weights may have corrected it
         else:
-            self.model = self._random_model().to(device=device, dtype=dtype).eval()
+            if self.model is None:
+                self.model = self._random_model().eval()
+            if is_quantized(self.model) and (quantize is not None or wanted != self.precision):
+                raise UserError(
+                    "the model is quantized: neither that nor its precision can change",
+                    "load it again, then distribute it",
+                )
+            self.model.to(dtype=dtype)
+            if quantize is not None:
+                quantize_model(self.model, quantize, device=device)
+            self.model.to(device=device)
         self.precision = wanted
         self._autocast = autocast_dtype(precision)
         self.preprocessor.device = device
@@ -458,6 +468,8 @@ class LLM(nn.Module):
         """
         if self.model is None:
             raise UserError("the model is not loaded yet", "call distribute() or trainer_setup() first")
+        if is_quantized(self.model):
+            raise UserError("a quantized model cannot be saved", "load it without quantize; its checkpoint is the same")
         out_dir = Path(out_dir)
         with FolderWriter(out_dir) as folder, plain_weights(self.model) as (state, own):
             for name, tensors in {LITGPT_FILE: state, **own}.items():

@@ -54,7 +54,14 @@ def check_quantization(quantize: str, precision: str | None = None) -> None:
     require(_PACKAGES[quantize.partition(".")[0]], f"--quantize {quantize}")
 
 
-def load_quantized(path: str | Path, quantize: str, *, device: torch.device | str | None = None, **options: Any) -> GPT:
+def load_quantized(
+    path: str | Path,
+    quantize: str,
+    *,
+    device: torch.device | str | None = None,
+    read: Callable[..., GPT] | None = None,
+    **options: Any,
+) -> GPT:
     """Load a checkpoint and quantize each weight as soon as it has been read.
 
     Memory holds the quantized model and the largest weight, never all weights in 16 bits: on the CPU, pages of memory
@@ -64,6 +71,7 @@ def load_quantized(path: str | Path, quantize: str, *, device: torch.device | st
         path: see `litgpt.checkpoint.convert.load_model`.
         quantize: see `check_quantization`.
         device: where the model goes, default the CPU.
+        read: what reads the checkpoint, if not `load_model`: a function with its options.
         **options: of `load_model`; `dtype` is that of the weights that are not quantized.
 
     Raises:
@@ -73,7 +81,8 @@ def load_quantized(path: str | Path, quantize: str, *, device: torch.device | st
 
     check_quantization(quantize)
     replace = _replacer(quantize, device or "cpu")
-    model = load_model(path, filled=lambda model, name: _replace_filled(model, name, replace), **options)
+    read = load_model if read is None else read
+    model = read(path, filled=lambda model, name: _replace_filled(model, name, replace), **options)
     _report(model, quantize)
     return model.to(device) if device is not None else model
 

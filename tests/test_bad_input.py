@@ -254,7 +254,7 @@ def test_prompt_longer_than_the_context(fails: Fails, folder: Path) -> None:
         ("top_k", "-3"),
         ("min_p", "2"),
         ("repetition_penalty", "0"),
-        ("quantize", "bnb.nf4"),
+        ("quantize", "nf4"),
         ("precision", "bf17"),
         ("device", "tpu"),
         ("prompt_style", "no_such_style"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -260,6 +260,7 @@ def load_finetuned(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     keep_dtype: bool = False,
+    filled: Callable[[GPT, str], None] | None = None,
 ) -> VariantGPT:
     """Load a base with an adapter on top, in evaluation mode.
 
@@ -270,6 +271,7 @@ def load_finetuned(
         device: where they go; None is the CPU.
         keep_dtype: leave the adapter's own tensors as they are in its file, to compute with them outside of a forward
             pass.
+        filled: see `litgpt.checkpoint.convert.load_model`.
 
     Raises:
         UserError: a file is missing or damaged, or the adapter is not one of this base; all wrong tensors are named.
@@ -284,7 +286,7 @@ def load_finetuned(
         config = plan_import(source, config).config
     origin = f"{adapter.path}, put on {base},"
     load_variant(build_empty(gpt_class, config), learnt.state, origin)  # says what is wrong before anything is loaded
-    model = load_model(base, gpt_class=gpt_class, dtype=dtype, device=device, config=config)
+    model = load_model(base, gpt_class=gpt_class, dtype=dtype, device=device, config=config, filled=filled)
     if keep_dtype:
         for name, parameter in model.named_parameters():
             if variant_filter(model, name):

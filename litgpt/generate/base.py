@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from litgpt.errors import UserError
 from litgpt.generate.types import SamplingParams
+from litgpt.quantize import Quantization
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +33,7 @@ def main(
     top_k: int | None = 50,
     top_p: float = 1.0,
     temperature: float = 0.8,
-    quantize: Literal["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.int8"] | None = None,
+    quantize: Quantization | None = None,
     precision: str | None = None,
     compile: bool = False,
     prompt_style: str | None = None,
@@ -57,7 +58,8 @@ def main(
         top_p: Choose among the smallest set of likeliest tokens that has at least this probability. 0 always takes
             the likeliest token, 1 chooses among all. Applied after top_k and temperature.
         temperature: How random the choice is; 0 always takes the likeliest token.
-        quantize: Not available yet.
+        quantize: Hold the weights in 4 or 8 bits: bnb.nf4, bnb.fp4 (-dq: their scales in 8 bits) or bnb.int8, which the
+            package bitsandbytes brings, or torchao.int8. Less memory; the answers differ a little.
         precision: bf16-true, bf16-mixed, 16-true, 16-mixed or 32-true. Default: bf16-true where the hardware computes
             in it, else 32-true.
         compile: Compile the decode step: slower to start, faster afterwards.

@@ -44,8 +44,6 @@ def run(
 
     Instead of `speculate`, `draft_dir` may name a smaller model that drafts up to `draft_k` tokens.
     """
-    if quantize is not None:
-        raise UserError(f"--quantize {quantize} is not available yet", "use --precision bf16-true to save memory")
     if num_samples < 1:
         raise UserError(f"num_samples must be at least 1, got {num_samples}")
     CacheKind.parse(kv_cache)  # before anything is loaded
@@ -57,11 +55,12 @@ def run(
         prompt_style=prompt_style,
         adapter=adapter,
         finetuned=finetuned,
+        quantize=quantize,
     )
     ids = loaded.encode(prompt, sys_prompt, input)
     params = with_stops_of(loaded.prompt_style, loaded.tokenizer, params)
     if draft_dir is not None:
-        draft = load(draft_dir, precision=precision, device=device, prompt_style=prompt_style)
+        draft = load(draft_dir, precision=precision, device=device, prompt_style=prompt_style, quantize=quantize)
         check_same_vocabulary(draft.tokenizer, loaded.tokenizer)
         speculation = Speculation.by_model(draft.engine(compile=compile), draft_k)
     engine = loaded.engine(kv_cache=kv_cache, compile=compile, speculation=speculation)

@@ -8,9 +8,9 @@ Importing this module does not import torch, so that `--help` answers at once.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 from litgpt.generate.types import SamplingParams
+from litgpt.quantize import Quantization
 
 
 def main(
@@ -19,7 +19,7 @@ def main(
     input: str = "",
     sys_prompt: str | None = None,
     finetuned_path: Path = Path("out/full/alpaca/lit_model_finetuned.pth"),
-    quantize: Literal["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.int8"] | None = None,
+    quantize: Quantization | None = None,
     max_new_tokens: int = 100,
     top_k: int | None = 50,
     top_p: float = 1.0,
@@ -38,7 +38,8 @@ def main(
         input: Further text that belongs to the request.
         sys_prompt: The system prompt, for models that take one.
         finetuned_path: The trained weights: a `lit_model.pth`, or the folder with it.
-        quantize: Not available yet.
+        quantize: Hold the weights in 4 or 8 bits: bnb.nf4, bnb.fp4 (-dq: their scales in 8 bits) or bnb.int8, which the
+            package bitsandbytes brings, or torchao.int8. Less memory; the answers differ a little.
         max_new_tokens: The longest answer, in tokens.
         top_k: Choose among this many of the likeliest tokens only; 0 or null: among all.
         top_p: Choose among the smallest set of likeliest tokens that has at least this probability. 0 always takes

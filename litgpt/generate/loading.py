@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -21,6 +23,7 @@ from litgpt.generate.speculative import Speculation
 from litgpt.generate.types import SamplingParams
 from litgpt.model import GPT
 from litgpt.prompts import Prompt, PromptStyle, choose_prompt_style, encode_prompt, has_prompt_style
+from litgpt.quantize import check_quantization, load_quantized
 from litgpt.runtime import pick_device, pick_precision, weight_dtype
 from litgpt.tokenizer import Tokenizer
 
@@ -74,6 +77,7 @@ def load(
     access_token: str | None = None,
     adapter: str | Path | None = None,
     finetuned: Path | None = None,
+    quantize: str | None = None,
 ) -> Loaded:
     """Load a checkpoint to generate with.
 
@@ -86,12 +90,15 @@ def load(
         access_token: for a repository that is not public.
         adapter: what finetuning learnt, to put on top; see `litgpt.checkpoint.adapter_files.open_adapter`.
         finetuned: weights of the same model to use in place of the checkpoint's: a `.pth` file, or a folder.
+        quantize: how weights are stored, one of `litgpt.quantize.Quantization`; None: as they are computed with.
 
     Raises:
         UserError: the checkpoint is missing, damaged or of an unknown kind, or a setting is not available.
     """
     place = pick_device(device)
     chosen = pick_precision(precision, place)
+    if quantize is not None:
+        check_quantization(quantize, chosen)
     path, own = base_and_adapter(resolve(path_or_repo, access_token=access_token))
     used = own if adapter is None else open_adapter(adapter)
     tokenizer = Tokenizer(path)
@@ -100,7 +107,7 @@ def load(
         with open_source(path) as source:
             config = source.config()
         weights, trained_in = finetuned, finetuned if finetuned.is_dir() else finetuned.parent
-    model = load_weights(weights, chosen, place, config, used)
+    model = load_weights(weights, chosen, place, config, used, quantize)
     # The format of the training, if it is noted, is the one to use
     format_dir = trained_in if has_prompt_style(trained_in) else path
     return Loaded(
@@ -109,7 +116,12 @@ def load(
 
 
 def load_weights(
-    path: Path, precision: str, device: torch.device, config: Config | None = None, adapter: Adapter | None = None
+    path: Path,
+    precision: str,
+    device: torch.device,
+    config: Config | None = None,
+    adapter: Adapter | None = None,
+    quantize: str | None = None,
 ) -> GPT:
     """Load a model in the dtype of a precision, and say how long that took.
 
@@ -119,12 +131,18 @@ def load_weights(
         device: where the model goes.
         config: the architecture, if it is not the one that the checkpoint names. An adapter brings its own.
         adapter: what to put on top.
+        quantize: how weights are stored, one of `litgpt.quantize.Quantization`.
     """
     start, dtype = perf_counter(), weight_dtype(precision)
+    read: Callable[..., GPT]
     if adapter is None:
-        model = load_model(path, dtype=dtype, device=device, config=config)
+        read = partial(load_model, config=config)
     else:
-        model = load_finetuned(path, adapter, dtype=dtype, device=device)
+        read = partial(load_finetuned, adapter=adapter)
+    if quantize is None:
+        model = read(path, dtype=dtype, device=device)
+    else:
+        model = load_quantized(path, quantize, read=read, dtype=dtype, device=device)
     name = path if adapter is None else f"{path} with {adapter.path}"
     logger.info("loaded %s in %.2f s (%s, %s)", name, perf_counter() - start, precision, device)
     return model

@@ -8,9 +8,8 @@ Importing this module does not import torch, so that `--help` answers at once.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
-from litgpt.errors import UserError
+from litgpt.quantize import Quantization
 
 
 def main(
@@ -25,7 +24,7 @@ def main(
     top_k: int | None = 50,
     top_p: float = 1.0,
     temperature: float = 0.8,
-    quantize: Literal["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.int8"] | None = None,
+    quantize: Quantization | None = None,
     precision: str | None = None,
     compile: bool = False,
     prompt_style: str | None = None,
@@ -51,7 +50,8 @@ def main(
         top_p: Choose among the smallest set of likeliest tokens that has at least this probability. 0 always takes
             the likeliest token, 1 chooses among all. Applied after top_k and temperature.
         temperature: How random the choice is; 0 always takes the likeliest token.
-        quantize: Not available yet.
+        quantize: Hold the weights in 4 or 8 bits: bnb.nf4, bnb.fp4 (-dq: their scales in 8 bits) or bnb.int8, which the
+            package bitsandbytes brings, or torchao.int8. Less memory; the answers differ a little.
         precision: bf16-true, bf16-mixed, 16-true, 16-mixed or 32-true. Default: bf16-true where the hardware computes
             in it, else 32-true.
         compile: Compile the decode step of the small model: slower to start, faster afterwards.
@@ -64,8 +64,6 @@ def main(
     from litgpt.generate.command import run
     from litgpt.generate.types import SamplingParams, as_stop_strings
 
-    if quantize is not None:
-        raise UserError(f"--quantize {quantize} is not available yet", "use --precision bf16-true to save memory")
     params = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -81,6 +79,7 @@ def main(
         sys_prompt=sys_prompt,
         prompt_style=prompt_style,
         num_samples=num_samples,
+        quantize=quantize,
         precision=precision,
         device=device,
         kv_cache=kv_cache,
