@@ -172,19 +172,13 @@ def test_an_interrupted_merge_is_seen_and_can_be_repeated(tmp_path: Path, monkey
     assert (logits(GPT.from_checkpoint(tmp_path / "out")) - logits(model)).abs().max() < 1e-5
 
 
-def test_the_prompt_format_of_the_training_stays(tmp_path: Path) -> None:
+def test_the_prompt_format_of_the_training_stays_and_a_missing_tokenizer_comes(tmp_path: Path) -> None:
     write_base(tmp_path / "base")
     write_finetuned("lora", tmp_path / "base", tmp_path / "out")
     for folder, style in (("base", "Default"), ("out", "Alpaca")):
         (tmp_path / folder / "prompt_style.yaml").write_text(f"class_path: litgpt.prompts.{style}\n")
     merge_lora(tmp_path / "out")
     assert "Alpaca" in (tmp_path / "out" / "prompt_style.yaml").read_text()
-
-
-def test_a_folder_without_a_tokenizer_gets_the_one_of_the_base(tmp_path: Path) -> None:
-    write_base(tmp_path / "base")
-    write_finetuned("lora", tmp_path / "base", tmp_path / "out")
-    merge_lora(tmp_path / "out")
     assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["eos_token"] == "</s>"
 
 

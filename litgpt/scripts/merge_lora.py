@@ -61,9 +61,12 @@ def merge_lora(
         )
     lost = merge_lora_weights(model, keep_base=False)
     with open_source(base) as source:
-        # Finetuning leaves the tokenizer here; PEFT may not
-        files = {} if companions(adapter.folder) else source.companion_files()
+        # Finetuning leaves the tokenizer beside the LoRA, PEFT may not
+        here = companions(adapter.folder)
+        has_tokenizer = any(name.startswith("tokenizer.") for name in here)
+        files = {} if has_tokenizer else source.companion_files()
         hf_config = source.hf_config() if source.kind != "litgpt" or (base / "config.json").is_file() else None
+    files = {name: content for name, content in files.items() if name not in here}
     files[RECORD] = json.dumps(record, indent=2).encode("utf-8")
     save_litgpt(base_state(model), model.config, adapter.folder, hf_config, files)
     dtype = model.transformer.wte.weight.dtype
