@@ -98,8 +98,10 @@ def test_answer_is_scored_token_by_token(quality: Any, pair: Any) -> None:
     prompt = random_ids((1, 40), vocab_size=260)[0].tolist()
     params = SamplingParams(max_new_tokens=4, temperature=0.0)
     greedy = Engine(loaded.model).generate([prompt], params)[0].token_ids
-    other = [*greedy[:3], (greedy[3] + 1) % 260]
-    for answer, is_greedy in ((greedy, True), (other, False)):
+    wrong = [(token + 1) % 260 for token in greedy]
+    model_after_wrong = Engine(loaded.model).generate([[*prompt, wrong[0]]], params)[0].token_ids[:3]
+    cases = ((greedy, True), ([*greedy[:3], wrong[3]], False), ([wrong[0], *model_after_wrong], False))
+    for answer, is_greedy in cases:  # one wrong token anywhere is a wrong number
         values, found = quality.answer_logprobs(engine, prompt, answer)
         with torch.no_grad():
             logits = theirs(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
