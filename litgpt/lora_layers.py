@@ -102,8 +102,8 @@ class LoRALayer(nn.Module):
         if self.use_dora:
             self.lora_magnitude = nn.Parameter(torch.empty(shape_b[:-1]))
         if self.use_pissa:
-            self.register_buffer("lora_A0", torch.empty(shape_a))
-            self.register_buffer("lora_B0", torch.empty(shape_b))
+            self.lora_A0 = nn.Parameter(torch.empty(shape_a), requires_grad=False)
+            self.lora_B0 = nn.Parameter(torch.empty(shape_b), requires_grad=False)
         self.reset_parameters()
 
     @property

@@ -27,10 +27,12 @@ class VariantGPT(base.GPT):
     Attributes:
         added: parts of names; a tensor whose name has one of them is the variant's own.
         trained: the same for tensors of the plain model that the variant trains and saves as well.
+        constant: the same for tensors of its own that it saves and does not train.
     """
 
     added: ClassVar[tuple[str, ...]] = ()
     trained: ClassVar[tuple[str, ...]] = ()
+    constant: ClassVar[tuple[str, ...]] = ()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a checkpoint of the plain model or of this variant.
@@ -144,7 +146,7 @@ def mark_only_variant_as_trainable(model: VariantGPT) -> None:
     if not any(_has(key, model.added) for key, _ in model.named_parameters()):
         raise ValueError(f"{type(model).__module__} adds nothing to this model: nothing would be trained")
     for name, parameter in model.named_parameters():
-        parameter.requires_grad = variant_filter(model, name)
+        parameter.requires_grad = variant_filter(model, name) and not _has(name, model.constant)
 
 
 def reset_added(model: VariantGPT) -> None:
