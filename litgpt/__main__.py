@@ -42,6 +42,11 @@ class Command:
 
 COMMANDS = {
     "download": Command("litgpt.scripts.download:download_from_hub", "Download a checkpoint from a model hub."),
+    "finetune": Command("litgpt.finetune.lora:setup", "The same as finetune_lora."),
+    "finetune_lora": Command("litgpt.finetune.lora:setup", "Train small updates beside a model's weights."),
+    "finetune_full": Command("litgpt.finetune.full:setup", "Train all weights of a model."),
+    "finetune_adapter": Command("litgpt.finetune.adapter:setup", "Train prompts inside a model."),
+    "finetune_adapter_v2": Command("litgpt.finetune.adapter_v2:setup", "Train prompts, norms, scales and shifts."),
     "generate": Command(
         "litgpt.generate.base:main",
         "Continue a prompt with a model: a folder, a .gguf file or a repository id.",
@@ -80,6 +85,7 @@ options:
 examples:
   litgpt download HuggingFaceTB/SmolLM2-135M-Instruct
   litgpt generate HuggingFaceTB/SmolLM2-135M-Instruct --prompt "What do llamas eat?"
+  litgpt finetune HuggingFaceTB/SmolLM2-135M-Instruct --data JSON --data.json_path my.json
 """
 
 

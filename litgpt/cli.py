@@ -8,6 +8,7 @@ import contextlib
 import difflib
 import inspect
 import io
+import json
 import platform
 import re
 import sys
@@ -20,6 +21,8 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.request import urlopen
+
+import yaml
 
 from litgpt.errors import UsageError
 
@@ -44,6 +47,7 @@ def run(name: str, command: Command, argv: list[str]) -> None:
     parser = build_parser(name, function)
     with _local_configs(argv) as argv, _hidden_secrets(argv):
         try:
+            argv = join_class_options(parser, argv, "optimizer")
             config = parser.parse_args(argv)
         except ArgumentError as error:
             if command.fallback is None or "arguments are required" not in str(error):
@@ -71,6 +75,49 @@ def build_parser(name: str, function: Callable[..., Any]) -> ArgumentParser:
     function.__annotations__ = typing.get_type_hints(function)
     parser.add_function_arguments(function, as_positional=True, fail_untyped=False)
     return parser
+
+
+def join_class_options(parser: ArgumentParser, argv: list[str], name: str) -> list[str]:
+    """Replace `--name.class_path C` and `--name.KEY VALUE` by one `--name` with all of it.
+
+    The parser takes a name or a whole dictionary for an argument of the type `str | dict`, but not the name and then
+    single values of what it is made with, such as `--optimizer SGD --optimizer.lr 0.1`. What the single values are
+    added to may also come from a configuration file.
+
+    Args:
+        parser: of the command.
+        argv: its arguments.
+        name: the option.
+
+    Raises:
+        ArgumentError: the other arguments do not fit the signature.
+    """
+    values: dict[str, str] = {}
+    rest: list[str] = []
+    arguments = iter(argv)
+    for argument in arguments:
+        if argument.startswith(f"--{name}."):
+            key, joined, value = argument.removeprefix(f"--{name}.").partition("=")
+            values[key.removeprefix("init_args.")] = value if joined else next(arguments, "")
+        else:
+            rest.append(argument)
+    if not values:
+        return argv
+    base = parser.parse_args([argument for argument in rest if not argument.startswith("--print_")])[name]
+    spec = dict(base) if isinstance(base, dict) else {"class_path": base}
+    if "class_path" in values:
+        spec = {"class_path": values.pop("class_path")}
+    arguments_of_class = {key: _as_value(value) for key, value in values.items()}
+    spec["init_args"] = {**spec.get("init_args", {}), **arguments_of_class}
+    return [*rest, f"--{name}", json.dumps(spec)]
+
+
+def _as_value(text: str) -> Any:
+    """A value as YAML reads it, and numbers such as 1e-4, which it takes for text."""
+    value = yaml.safe_load(text)
+    with contextlib.suppress(ValueError):
+        return float(value) if isinstance(value, str) else value
+    return value
 
 
 def version() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,13 +33,14 @@ def plan(n: int = 21, **changes: object) -> Plan:
     micro_size=st.integers(1, 9),
     world=st.integers(1, 5),
     seed=st.integers(0, 5),
-    bucket=st.booleans(),
+    packing=st.sampled_from(["auto", "none", "bucket", "pack"]),
 )
 @settings(deadline=None, max_examples=60)
 def test_every_sample_once_an_epoch(
-    n: int, global_size: int, micro_size: int, world: int, seed: int, bucket: bool
+    n: int, global_size: int, micro_size: int, world: int, seed: int, packing: Any
 ) -> None:
-    ranks = [Plan([4] * n, seed, global_size, micro_size, rank, world, bucket) for rank in range(world)]
+    lengths = [4 + i % 5 for i in range(n)]
+    ranks = [Plan(lengths, seed, global_size, micro_size, rank, world, packing) for rank in range(world)]
     per_epoch = ranks[0].steps_per_epoch
     for epoch in range(2):
         seen: list[int] = []
@@ -46,7 +48,10 @@ def test_every_sample_once_an_epoch(
             dealt = [rank.micro_batches(step) for rank in ranks]
             assert len({len(batches) for batches in dealt}) == 1  # devices wait for each other
             flat = [i for batches in dealt for batch in batches for i in batch]
-            assert max(len(batch) for batches in dealt for batch in batches) <= micro_size
+            sizes = [len(batch) for batches in dealt for batch in batches]
+            tokens = [sum(lengths[i] for i in batch) for batches in dealt for batch in batches]
+            assert max(tokens) <= micro_size * max(lengths)
+            assert ranks[0].packing == "pack" or max(sizes) <= micro_size
             assert sorted(flat) == sorted(ranks[0].group(step))
             assert len(flat) <= global_size
             seen += flat
@@ -54,8 +59,8 @@ def test_every_sample_once_an_epoch(
 
 
 def test_the_group_of_a_step_depends_on_nothing_but_seed_and_step() -> None:
-    divisions = [(m, r, b) for m in (1, 4) for r in (0, 1) for b in (True, False)]
-    groups = {tuple(plan(micro_batch_size=m, rank=r, world_size=2, bucket=b).group(4)) for m, r, b in divisions}
+    divisions = [(m, r, b) for m in (1, 4) for r in (0, 1) for b in ("none", "pack")]
+    groups = {tuple(plan(micro_batch_size=m, rank=r, world_size=2, packing=b).group(4)) for m, r, b in divisions}
     assert len(groups) == 1
     assert plan(seed=4).group(4) != plan().group(4)
     first, second = ([i for step in range(s, s + 3) for i in plan().group(step)] for s in (0, 3))
@@ -64,12 +69,18 @@ def test_the_group_of_a_step_depends_on_nothing_but_seed_and_step() -> None:
 
 
 def test_buckets_hold_similar_lengths() -> None:
-    def padding(bucket: bool) -> int:
-        made = plan(200, global_batch_size=64, micro_batch_size=8, bucket=bucket)
+    def padding(packing: str) -> int:
+        made = plan(200, global_batch_size=64, micro_batch_size=8, packing=packing)
         rows = [[made.lengths[i] for i in batch] for step in range(3) for batch in made.micro_batches(step)]
         return sum(max(row) * len(row) - sum(row) for row in rows)
 
-    assert padding(True) < 0.3 * padding(False)
+    assert padding("bucket") < 0.3 * padding("none")
+
+
+def test_auto_joins_samples_where_padding_would_be_computed() -> None:
+    assert Plan([9] * 64, 0, 16, 4, packing="auto").packing == "bucket"
+    assert Plan([9] * 64, 0, 16, 1, packing="auto").packing == "pack"
+    assert Plan([2, 20] * 32, 0, 3, 3, packing="auto").packing == "pack"
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -141,7 +152,7 @@ def reference() -> tuple[Samples, dict[str, torch.Tensor], float]:
     return data, gradients, float(losses.detach() / count)
 
 
-@pytest.mark.parametrize("packing", ["none", "bucket"])
+@pytest.mark.parametrize("packing", ["none", "bucket", "pack"])
 @pytest.mark.parametrize("micro", [1, 2, 3, 4, 8, 100])
 def test_gradient_does_not_depend_on_the_division(
     reference: tuple[Samples, dict[str, torch.Tensor], float], micro: int, packing: str, tmp_path: Path

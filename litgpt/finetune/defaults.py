@@ -7,9 +7,11 @@ from __future__ import annotations
 from typing import Literal
 
 from litgpt.args import EvalArgs, LogArgs, TrainArgs
+from litgpt.quantize import TrainingQuantization as Quantize
+
+__all__ = ["EVAL", "EVAL_FULL", "LOG", "TRAIN", "LoggerChoice", "Quantize", "Strategy"]
 
 LoggerChoice = Literal["csv", "tensorboard", "wandb", "mlflow", "litlogger"]
-Quantize = Literal["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.int8-training"]
 Strategy = Literal["auto", "ddp", "fsdp"]
 
 TRAIN = TrainArgs(global_batch_size=16, micro_batch_size=1, epochs=5)

@@ -40,7 +40,7 @@ def setup(
         out_dir: Where checkpoints and logs go.
         precision: bf16-true holds all weights in 16 bits, bf16-mixed computes in 16 bits and updates in 32, 32-true
             does all in 32. Default: bf16-mixed where the hardware computes in it, else 32-true.
-        devices: How many devices to train on.
+        devices: How many devices to train on, or auto for all.
         num_nodes: How many machines to train on.
         resume: Go on from a step folder: its path; true for the latest in out_dir; auto for the same if there is one.
         data: The data; default Alpaca.

@@ -54,7 +54,7 @@ def setup(
         precision: bf16-true or bf16-mixed compute in 16 bits, 32-true in 32; what learns is held in 32 bits. Default:
             16 bits where the hardware computes in bf16.
         quantize: Hold the frozen weights in 4 or 8 bits.
-        devices: How many devices to train on.
+        devices: How many devices to train on, or auto for all.
         num_nodes: How many machines to train on.
         lora_r: Rank of the updates.
         lora_alpha: Updates are scaled by lora_alpha / lora_r.
@@ -86,16 +86,21 @@ def setup(
     arguments = dict(locals())
     from litgpt.lora import GPT, mark_only_lora_as_trainable
     from litgpt.peft import load_variant, variant_state_dict
+    from litgpt.scripts.merge_lora import merge_lora
     from litgpt.train.command import finetune
     from litgpt.train.method import Method
+
+    def speed(name: str) -> float:
+        return lora_plus_ratio if lora_plus_ratio and name.endswith("lora_B") else 1.0
 
     method = Method(
         "lora",
         GPT,
         "lit_model.pth.lora",
         mark_only_lora_as_trainable,
-        state=variant_state_dict,
-        load_state=load_variant,
-        lr_scale=lambda name: lora_plus_ratio or 1.0 if name.endswith("lora_B") else 1.0,
+        variant_state_dict,
+        load_variant,
+        lr_scale=speed,
+        finalise=merge_lora,
     )
     finetune(method, arguments)

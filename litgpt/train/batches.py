@@ -11,17 +11,23 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import DataLoader
 
 from litgpt.errors import UserError
 from litgpt.train.loss import IGNORE_INDEX as IGNORE
+from litgpt.train.packing import pack, plan_packs, waste
+
+Packing = Literal["auto", "none", "bucket", "pack"]
+AUTO_WASTE = 0.1  # share of padding from which on joining samples is taken to be faster
+AUTO_STEPS = 20  # steps that are looked at for it
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -29,19 +35,21 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 1
 
 
-@dataclass(frozen=True)
+@dataclass
 class Batch:
-    """Some samples, padded on the right.
+    """Some samples: one a row, padded on the right, or joined in one row.
 
     Attributes:
         input_ids: `(B, T)` token ids.
         labels: `(B, T)` the same ids where they are learnt, -100 elsewhere; not shifted.
         tokens: tokens without padding.
+        packed: of samples joined in one row, the length of each.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     tokens: int
+    packed: tuple[int, ...] | None = None
 
     @property
     def supervised(self) -> int:
@@ -50,7 +58,7 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device."""
-        return Batch(self.input_ids.to(device), self.labels.to(device), self.tokens)
+        return replace(self, input_ids=self.input_ids.to(device), labels=self.labels.to(device))
 
     @classmethod
     def empty(cls) -> Batch:
@@ -58,18 +66,27 @@ class Batch:
         return cls(torch.zeros(1, 2, dtype=torch.long), torch.full((1, 2), IGNORE), 0)
 
 
-def collate(samples: Sequence[dict[str, Any]], ignore_index: int = IGNORE) -> Batch:
-    """Put samples `{"input_ids": (n,), "labels": (n,)}` into one batch; `ignore_index` is how they mark no label."""
+def collate(samples: Sequence[dict[str, Any]], ignore_index: int = IGNORE, packed: bool = False) -> Batch:
+    """Put samples into one batch.
+
+    Args:
+        samples: `{"input_ids": (n,), "labels": (n,)}`.
+        ignore_index: how they mark what is not learnt.
+        packed: join them in one row instead of padding them.
+    """
     ids = [torch.as_tensor(sample["input_ids"], dtype=torch.long) for sample in samples]
     labels = [torch.as_tensor(sample["labels"], dtype=torch.long) for sample in samples]
+    labels = [row.masked_fill(row == ignore_index, IGNORE) for row in labels]
+    if packed:
+        row = pack(ids, labels)
+        return Batch(row.input_ids, row.labels, sum(row.lengths), row.lengths)
     pad = torch.nn.utils.rnn.pad_sequence
-    padded = pad(labels, True, ignore_index)
-    return Batch(pad(ids, True, 0), padded.masked_fill(padded == ignore_index, IGNORE), sum(map(len, ids)))
+    return Batch(pad(ids, True, 0), pad(labels, True, IGNORE), sum(map(len, ids)))
 
 
-def collate_for(dataset: Any) -> Callable[[Sequence[dict[str, Any]]], Batch]:
+def collate_for(dataset: Any, packed: bool = False) -> Callable[[Sequence[dict[str, Any]]], Batch]:
     """`collate` for the samples of a dataset."""
-    return partial(collate, ignore_index=getattr(dataset, "ignore_index", IGNORE))
+    return partial(collate, ignore_index=getattr(dataset, "ignore_index", IGNORE), packed=packed)
 
 
 def lengths_of(dataset: Any) -> list[int]:
@@ -89,7 +106,7 @@ class Plan:
         micro_batch_size: samples of a micro-batch.
         rank: which device this is.
         world_size: how many there are.
-        bucket: put samples of similar length together.
+        packing: how samples share a forward pass, see `litgpt.args.TrainArgs`.
     """
 
     lengths: Sequence[int]
@@ -98,11 +115,17 @@ class Plan:
     micro_batch_size: int
     rank: int = 0
     world_size: int = 1
-    bucket: bool = True
+    packing: Packing = "bucket"
 
     def __post_init__(self) -> None:
         if not self.lengths:
             raise UserError("there is nothing to train on: the training data is empty", "check the --data options")
+        if self.packing == "auto":
+            # Joined samples have no padding, but are attended to one by one
+            padded = [self._cut(self.group(step), "bucket") for step in range(min(self.steps_per_epoch, AUTO_STEPS))]
+            lost = waste([batch for step in padded for batch in step], self.lengths, packed=False)
+            joined = self.micro_batch_size == 1 or lost > AUTO_WASTE
+            object.__setattr__(self, "packing", "pack" if joined else "bucket")
 
     @property
     def steps_per_epoch(self) -> int:
@@ -121,12 +144,18 @@ class Plan:
 
     def micro_batches(self, step: int) -> list[list[int]]:
         """The micro-batches of this device in a step; all devices have the same number, the last may be empty."""
-        group = self.group(step)
-        if self.bucket:  # the longest first: what does not fit in memory shows at once
-            group = sorted(group, key=lambda i: -self.lengths[i])
-        every = _split(group, self.micro_batch_size)
+        every = self._cut(self.group(step), self.packing)
         mine = every[self.rank :: self.world_size]
         return mine + [[]] * (math.ceil(len(every) / self.world_size) - len(mine))
+
+    def _cut(self, group: Sequence[int], packing: Packing) -> list[list[int]]:
+        """The micro-batches of all devices: the longest samples first, so that running out of memory shows at once."""
+        if packing == "pack":
+            packs = plan_packs([self.lengths[i] for i in group], self.micro_batch_size * max(self.lengths))
+            return [[group[i] for i in indices] for indices in packs]
+        if packing == "bucket":
+            group = sorted(group, key=lambda i: -self.lengths[i])
+        return _split(group, self.micro_batch_size)
 
     def longest(self) -> list[int]:
         """The micro-batch that needs the most memory."""
@@ -166,8 +195,8 @@ def train_steps(dataset: Any, plan: Plan, first: int, num_workers: int = 0) -> I
     loader: DataLoader[Any] = DataLoader(
         dataset,
         batch_sampler=_Indices(plan, first),
-        num_workers=num_workers,
-        collate_fn=collate_for(dataset),
+        num_workers=min(num_workers, os.cpu_count() or 1),
+        collate_fn=collate_for(dataset, packed=plan.packing == "pack"),
     )
     batches = iter(loader)
     for step in count(first):

@@ -12,14 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from lightning.fabric.strategies import ModelParallelStrategy
 from torch import nn
 
 from litgpt.args import EvalArgs, LogArgs, TrainArgs
 from litgpt.checkpoint.convert import load_model
 from litgpt.checkpoint.hub import resolve
+from litgpt.checkpoint.plan import main_dtype
 from litgpt.checkpoint.source import open_source
 from litgpt.config import Config
+from litgpt.data import Alpaca
 from litgpt.errors import UserError
+from litgpt.quantize import check_quantization, load_quantized
 from litgpt.runtime import num_parameters, weight_dtype
 from litgpt.tokenizer import Tokenizer
 from litgpt.train.devices import make_fabric, pick_training_precision
@@ -69,13 +73,13 @@ def finetune(method: Method, arguments: Mapping[str, Any]) -> None:
         UserError: anything that a person can mend.
     """
     s = Settings(**{f.name: arguments[f.name] for f in fields(Settings) if f.name in arguments})
-    if s.quantize is not None:
-        raise UserError(f"--quantize {s.quantize} is not available yet", "use --precision bf16-true to save memory")
     if s.train.tie_embeddings is not None:
         raise UserError("--train.tie_embeddings is for pretraining", "the checkpoint says whether they are tied")
     resume = find_resume(s.resume, s.out_dir)
     path = resolve(s.checkpoint_dir, access_token=s.access_token)
     precision = pick_training_precision(s.precision, method.partial)
+    if s.quantize is not None:
+        check_quantization(s.quantize, precision.replace("-mixed", "-true"))
     experiment_logger = make_logger(
         s.logger_name, s.out_dir, f"finetune-{path.name}", s.log, resuming=resume is not None
     )
@@ -89,26 +93,31 @@ def finetune(method: Method, arguments: Mapping[str, Any]) -> None:
 
     tokenizer = Tokenizer(path)
     with open_source(path) as source:
-        config = source.config(Config)
-        files = {"config.json": json.dumps(source.hf_config(), indent=2).encode(), **source.companion_files()}
-    data = s.data
+        context, dtype = source.config(Config).block_size, main_dtype(source.tensors().values())
+        files = source.companion_files()
+        if source.kind != "litgpt" or (path / "config.json").is_file():  # what LitGPT converted may lack it
+            files["config.json"] = json.dumps(source.hf_config(), indent=2).encode("utf-8")
+    data = Alpaca() if s.data is None else s.data
     data.connect(
         tokenizer=tokenizer,
         batch_size=s.train.micro_batch_size,
-        max_seq_length=min(s.train.max_seq_length or config.block_size, config.block_size),
+        max_seq_length=min(s.train.max_seq_length or context, context),
     )
     with fabric.rank_zero_first():
         data.prepare_data()
     data.setup()
 
     seed_everything(s.seed)
-    model = load_for_training(method, path, precision, fabric.device, method.config(arguments))
+    # A model that will be divided may be too large for one device
+    place = torch.device("cpu") if isinstance(fabric.strategy, ModelParallelStrategy) else fabric.device
+    model = load_for_training(method, path, precision, place, s.quantize, method.config(arguments))
     if fabric.is_global_zero:
         learnt, frozen = num_parameters(model, True), num_parameters(model, False)
         logger.info(
             "trainable parameters: %s, frozen: %s (%s, %s)", f"{learnt:,}", f"{frozen:,}", precision, fabric.device
         )
-    companions = Companions(config, files, describe_arguments(arguments), getattr(data, "prompt_style", None))
+    style = getattr(data, "prompt_style", None)
+    companions = Companions(model.config, files, describe_arguments(arguments), style, dtype)
     fit(
         fabric,
         method,
@@ -124,12 +133,17 @@ def finetune(method: Method, arguments: Mapping[str, Any]) -> None:
         tokenizer=tokenizer,
     )
     if fabric.is_global_zero and method.finalise is not None:
-        method.finalise(model, s.out_dir / "final", path)
+        method.finalise(s.out_dir / "final", path)
     fabric.barrier()
 
 
 def load_for_training(
-    method: Method, path: Path, precision: str, device: torch.device, config: Mapping[str, Any]
+    method: Method,
+    path: Path,
+    precision: str,
+    device: torch.device,
+    quantize: str | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> GPT:
     """Load a model for a method, with its trainable parameters marked and in the dtype that they are updated in.
 
@@ -138,10 +152,12 @@ def load_for_training(
         path: the base checkpoint.
         precision: from `pick_training_precision`.
         device: where it goes.
+        quantize: how the frozen weights are stored; None: as they are.
         config: fields of the config that the method adds.
     """
     held = weight_dtype(precision.replace("-mixed", "-true") if method.partial else precision)
-    model = load_model(path, gpt_class=method.gpt_class, dtype=held, device=device, **config)
+    options: dict[str, Any] = {"gpt_class": method.gpt_class, "dtype": held, "device": device, **(config or {})}
+    model = load_model(path, **options) if quantize is None else load_quantized(path, quantize, **options)
     method.mark_trainable(model)
     _hold(model, weight_dtype(precision))
     return model

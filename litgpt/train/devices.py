@@ -96,6 +96,11 @@ def divide(objective: Objective, mesh: DeviceMesh) -> Objective:
     return objective
 
 
+def is_divided(model: nn.Module) -> bool:
+    """Whether each device holds only a part of the model."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
 def whole(state: Any) -> Any:
     """The same nested state with every divided tensor put together; all devices take part."""
     return tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), state)

@@ -23,8 +23,9 @@ import torch
 from litgpt.args import EvalArgs, TrainArgs
 from litgpt.errors import UserError
 from litgpt.generate.loading import autocast_dtype
+from litgpt.train.activation import checkpoint_activations
 from litgpt.train.batches import Batch, Plan, derive_seed, eval_batches, lengths_of, train_steps
-from litgpt.train.devices import divided_like, divided_optimizer_state, whole
+from litgpt.train.devices import divided_like, divided_optimizer_state, is_divided, whole
 from litgpt.train.evaluate import answer_example, mean_loss, sum_over_devices, undisturbed
 from litgpt.train.loggers import MetricsFile, next_version
 from litgpt.train.method import Method
@@ -118,11 +119,12 @@ class Run:
             train.micro_batch_size,
             fabric.global_rank,
             fabric.world_size,
-            bucket=train.packing != "none",
+            packing=train.packing,
         )
         self._check_lengths()
+        checkpoint_activations(model, train.checkpoint_activations)
         self.counters = Counters()
-        self.objective = fabric.setup_module(Objective(model))
+        self.objective = fabric.setup_module(Objective(model, reach=max(self.plan.lengths)))
         made = make_optimizer(optimizer, model, method.lr_scale)  # of the parameters as they are divided now
         self.peaks = [group["initial_lr"] for group in made.param_groups]
         self.schedule = make_schedule(train, max(self.peaks), self.plan.steps_per_epoch, self._total_steps())
@@ -271,7 +273,8 @@ class Run:
     def _show_example(self) -> None:
         if self.tokenizer is None or not self.eval_args.max_new_tokens:
             return
-        if self.fabric.is_global_zero:
+        # A divided model runs on all devices or on none
+        if self.fabric.is_global_zero or is_divided(self.model):
             autocast = autocast_dtype(self.fabric.strategy.precision.precision)
             texts = answer_example(
                 self.model, self.tokenizer, self.val_dataset, self.eval_args, self.counters.step, autocast
@@ -306,6 +309,12 @@ class Run:
     def save(self, folder: Path, state: Mapping[str, Any] | None = None) -> None:
         """Write a folder; the first device does."""
         weights = whole(self.method.state(self.model))
+        if state is None and not self.method.partial:
+            kept = {name for name, _ in self.model.named_buffers()}  # of a few numbers, and they decide a lot
+            dtype = self.companions.dtype
+            weights = {
+                name: tensor if name in kept else tensor.to(dtype or tensor.dtype) for name, tensor in weights.items()
+            }
         if self.fabric.is_global_zero:
             self.progress.say("saving %s", folder)
             save_folder(folder, self.method.file_name, weights, self.companions, state)

@@ -39,17 +39,17 @@ class Method:
         state: the tensors that belong in the file.
         load_state: reads them back into a model; strict.
         lr_scale: how much faster a parameter, by its name, learns than the optimizer's rate says.
-        finalise: called with the model, the finished folder and the path of the base checkpoint after training.
+        finalise: called after training with the finished folder and the path of the base checkpoint.
     """
 
     name: str
     gpt_class: type[GPT]
     file_name: str
     mark_trainable: Callable[[Any], None]
-    state: Callable[[nn.Module], dict[str, Tensor]] = everything
-    load_state: Callable[[nn.Module, Mapping[str, Tensor]], None] = load_everything
+    state: Callable[[Any], dict[str, Tensor]] = everything
+    load_state: Callable[[Any, Mapping[str, Tensor]], None] = load_everything
     lr_scale: Callable[[str], float] | None = None
-    finalise: Callable[[GPT, Path, Path], None] | None = None
+    finalise: Callable[[Path, Path], None] | None = None
 
     def config(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Those of a command's arguments that are fields of the model's config which the plain one lacks."""

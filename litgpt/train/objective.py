@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from litgpt.attention import Step
 from litgpt.train.batches import Batch
 from litgpt.train.loss import linear_cross_entropy
 
@@ -25,17 +26,23 @@ class Objective(nn.Module):
 
     Args:
         gpt: the model.
+        reach: the longest sample of the training. Rotary tables that depend on the length go by it, so that the other
+            samples of a micro-batch make no difference.
     """
 
-    def __init__(self, gpt: GPT) -> None:
+    def __init__(self, gpt: GPT, reach: int = 0) -> None:
         super().__init__()
-        self.gpt = gpt
+        self.gpt, self.reach = gpt, reach
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """A scalar in float32 or more; 0 for a batch without labels."""
         gpt = self.gpt
         gpt.check_ids(batch.input_ids)
-        hidden = gpt.hidden(batch.input_ids)[:, :-1].flatten(0, 1)  # (B * (T - 1), C)
+        if batch.packed is None:
+            step = Step.without_cache(batch.input_ids.size(1), batch.input_ids.device, self.reach)
+        else:
+            step = Step.packed([batch.packed], batch.input_ids.device, self.reach)
+        hidden = gpt.hidden(batch.input_ids, step)[:, :-1].flatten(0, 1)  # (B * (T - 1), C)
         return linear_cross_entropy(
             hidden,
             gpt.lm_head,

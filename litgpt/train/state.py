@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,12 +65,14 @@ class Companions:
         files: tokenizer and generation settings by name, and `config.json`.
         hyperparameters: the settings of the command, without secrets.
         prompt_style: how prompts are formatted.
+        dtype: of the checkpoint; a whole model that is finished is written in it. None: as it was trained.
     """
 
     config: Config
     files: Mapping[str, bytes]
     hyperparameters: Mapping[str, Any]
     prompt_style: PromptStyle | None
+    dtype: torch.dtype | None = None
 
     def write(self, folder: FolderWriter) -> None:
         """Write all of it."""
@@ -89,7 +92,6 @@ def save_folder(
     model: Mapping[str, Tensor],
     companions: Companions,
     state: Mapping[str, Any] | None = None,
-    flat: bool = False,
 ) -> None:
     """Write one folder. Interrupted, it says that it is not whole.
 
@@ -99,9 +101,8 @@ def save_folder(
         model: its tensors.
         companions: what else belongs there.
         state: what resuming needs; a whole model keeps it in the same file, as LitGPT does.
-        flat: the file is the bare state dict.
     """
-    content: dict[str, Any] = dict(model) if flat else {"model": dict(model)}
+    content: dict[str, Any] = {"model": dict(model)}
     with FolderWriter(folder) as writer:
         if state is not None and file_name == "lit_model.pth":
             content |= state
@@ -223,5 +224,8 @@ def _plain(value: Any) -> Any:
 
 
 def _instance(value: object, init_args: Mapping[str, Any]) -> dict[str, Any]:
-    described: dict[str, Any] = {"class_path": f"{type(value).__module__}.{type(value).__qualname__}"}
+    name = type(value).__name__
+    package = ".".join(type(value).__module__.split(".")[:2])  # people import from litgpt.data and litgpt.prompts
+    public = getattr(import_module(package), name, None) is type(value)
+    described: dict[str, Any] = {"class_path": f"{package if public else type(value).__module__}.{name}"}
     return described | ({"init_args": _plain(init_args)} if init_args else {})
