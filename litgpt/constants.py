@@ -19,6 +19,7 @@ _OPTIONAL = {
     "TENSORBOARD_AVAILABLE": ("tensorboard", "loggers"),
     "WANDB_AVAILABLE": ("wandb", "loggers"),
     "MLFLOW_AVAILABLE": ("mlflow", "loggers"),
+    "MATPLOTLIB_AVAILABLE": ("matplotlib", "loggers"),
 }
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from litgpt import adapter_v2, lora
 from litgpt.train.loss import LOGIT_BYTES, chunk_rows, linear_cross_entropy
 from tests.live_bytes import LiveBytes
 
@@ -99,6 +100,25 @@ def test_loss_and_gradients_equal_plain_cross_entropy(head_name: str, shaping: s
     assert_same([ours], [theirs])
     # as in training: a factor after the loss, which the backward pass has to carry
     assert_same(gradients(ours / 7, hidden, head), gradients(theirs / 7, hidden, head))
+
+
+@pytest.mark.parametrize("variant", ["lora", "dora", "adapter_v2"])
+def test_heads_of_the_variants(variant: str) -> None:
+    module = adapter_v2 if variant == "adapter_v2" else lora
+    options = {} if variant == "adapter_v2" else {"lora_r": 3, "lora_head": True, "use_dora": variant == "dora"}
+    config = module.Config(n_layer=1, n_embd=C, n_head=2, block_size=8, vocab_size=V, padded_vocab_size=V, **options)
+    gpt = module.GPT(config).double()
+    mark = module.mark_only_adapter_v2_as_trainable if variant == "adapter_v2" else module.mark_only_lora_as_trainable
+    mark(gpt)
+    head = gpt.lm_head
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter)
+    hidden, _, labels = make()
+    ours, theirs = linear_cross_entropy(hidden, head, labels, chunk=5), plain(hidden, head, labels)
+    assert_same([ours], [theirs])
+    found = gradients(ours, hidden, head)
+    assert len(found) > 2
+    assert_same(found, gradients(theirs, hidden, head))
 
 
 def test_frozen_hidden_states() -> None:
@@ -271,6 +291,7 @@ def test_peak_of_the_head_with_a_large_vocabulary(kind: str) -> None:
 
 PEAK = f"""
 import sys, torch
+from litgpt import adapter_v2, lora
 from litgpt.train.loss import linear_cross_entropy
 torch.set_num_threads(2)
 def status(key):
