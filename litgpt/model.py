@@ -266,7 +266,9 @@ class GPT(nn.Module):
         if step is None:
             step = Step.without_cache(idx.size(1), idx.device)
         x = self.embed(idx)
-        length = step.reach if cache is None else cache.max_length
+        if step.start is None:  # what stands at padding must not matter: zero times NaN would
+            x = x.masked_fill((step.pos < 0).unsqueeze(-1), 0)
+        length = step.reach if cache is None else cache.rope_length
         rows = self.rope.rows(step.pos, length, x.dtype)
         if cache is not None and (kept := cache.relative_length) is not None:
             step.sink_rope = self.rope.rows((step.pos + 1 - kept).clamp_min(0), length, x.dtype, backwards=True)

@@ -130,6 +130,55 @@ def test_free_memory_is_known_here() -> None:
     assert memory.available_bytes(torch.device("meta")) is None
 
 
+MEMINFO = "MemTotal:       99999 kB\nMemFree:         1 kB\nMemAvailable:    5000 kB\n"
+V2 = {"memory.max": "3000000\n", "memory.current": "2500000\n", "memory.stat": "anon 7\ninactive_file 400000\nx 1\n"}
+V1 = {
+    "memory.limit_in_bytes": "3000000\n",
+    "memory.usage_in_bytes": "2500000\n",
+    "memory.stat": "inactive_file 1\ntotal_inactive_file 300000\n",
+}
+NONE_V1 = {"memory.limit_in_bytes": "9223372036854771712\n", "memory.usage_in_bytes": "2500000\n"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "free"),
+    [
+        ("", {}, 5_120_000),
+        ("0::/\n", {}, 5_120_000),
+        ("0::/\n", {".": V2}, 900_000),
+        ("0::/a/b\n", {"a/b": V2}, 900_000),
+        ("0::/a/b\n", {"a": V2, "a/b": {"memory.max": "max\n", "memory.current": "1\n"}}, 900_000),
+        ("0::/a/b\n", {"a": V2, "a/b": {**V2, "memory.current": "2999999\n"}}, 400_001),
+        ("0::/outside/the/container\n", {".": V2}, 900_000),
+        ("0::/a\n", {"a": {**V2, "memory.current": "9000000\n"}}, 0),
+        ("0::/a\n", {"a": {**V2, "memory.max": "900000000\n"}}, 5_120_000),
+        ("4:memory:/a\n1:cpu:/\n0::/\n", {"memory/a": V1}, 800_000),
+        ("4:cpu,memory:/a\n", {"memory": V1, "memory/a": NONE_V1}, 800_000),
+        ("4:memory:/a\n", {"memory": NONE_V1}, 5_120_000),
+        ("4:cpu:/a\n", {"memory/a": V1}, 5_120_000),
+    ],
+)
+def test_limits_of_containers_count(
+    groups: str, files: dict[str, dict[str, str]], free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text(MEMINFO, encoding="utf-8")
+    (proc / "self" / "cgroup").write_text(groups, encoding="utf-8")
+    for folder, contents in files.items():
+        (cgroups / folder).mkdir(parents=True, exist_ok=True)
+        for name, text in contents.items():
+            (cgroups / folder / name).write_text(text, encoding="utf-8")
+    monkeypatch.setattr(memory, "PROC", proc)
+    monkeypatch.setattr(memory, "CGROUPS", cgroups)
+    assert memory.available_bytes(CPU) == free
+
+
+def test_without_any_figures_there_is_no_telling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "PROC", tmp_path)
+    assert memory.available_bytes(CPU) is None
+
+
 def test_offloaded_caches_need_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(memory, "available_bytes", asked.append)

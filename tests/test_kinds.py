@@ -329,6 +329,29 @@ def test_stale_nan_does_not_leak(kind: str, how: str, n_bad: int) -> None:
 
 
 @pytest.mark.parametrize("kind", SOME)
+@pytest.mark.parametrize("feature", ["grouped", "mixed_softcap", "latent_sliding", "experts"])
+@torch.no_grad()
+def test_what_stands_at_padding_does_not_matter(kind: str, feature: str) -> None:
+    """Even when it is not a number: in place, in rings and next to them, in long chunks, in rows that rest."""
+    model, padding = copy.deepcopy(model_of(feature)), 0
+    model.transformer.wte.weight[padding] = float("nan")
+    rows = [[t or 1 for t in tokens_of(LENGTH, seed)] for seed in range(2)]
+    cache, alone = cache_of(model, kind, batch_size=2, slack=SLACK), [cache_of(model, kind, slack=SLACK) for _ in rows]
+    done = [0, 0]
+    for counts in [(2, 1), (12, 2), (1, 9), (0, 1), (3, 1), (1, 0), (1, 1), (8, 11)]:
+        new = [row[d : d + n] for row, d, n in zip(rows, done, counts, strict=True)]
+        padded = torch.tensor([row + [padding] * (max(counts) - len(row)) for row in new])
+        step = cache.plan(counts)
+        if max(counts) == 1:  # as compiled steps are: over the full buffers, the slot for padding included
+            step.live = step.start = None
+        logits = model(padded, cache=cache, step=step)
+        for b, n in enumerate(counts):
+            if n:
+                close(logits[b, :n], feed(model, alone[b], [new[b]])[0])
+            done[b] += n
+
+
+@pytest.mark.parametrize("kind", SOME)
 @torch.no_grad()
 def test_what_does_not_fit_is_refused_and_changes_nothing(kind: str) -> None:
     model = model_of("grouped")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ from litgpt.attention import attend, column_sums
 from litgpt.kvcache import KVCache, LayerSpec
 from litgpt.kvcache.policies import EvictingCache, snap
 from litgpt.model import GPT
-from tests.tiny import random_ids
+from tests.tiny import random_ids, tiny_hf_model
 from tests.tiny_cached import MAX_LENGTH, TOLERANCE, VOCABULARY, cache_of, close, feed, full, model_of
 
 SCALE = 0.4
@@ -390,6 +391,35 @@ def test_sinks_far_beyond_the_context_see_near_distances_only() -> None:
         # two layers look back through two windows: after three, nothing of the filler is left
         outs.append(feed(model, cache, [tail])[0][-1])
     close(outs[0], outs[1], ROPE_TOLERANCE)
+
+
+@pytest.mark.parametrize(("n_sink", "window"), [(2, 8), (4, 20)])
+@torch.no_grad()
+def test_stretched_rotations_follow_positions_inside_the_cache(n_sink: int, window: int) -> None:
+    """Phi-3 rotates in another way past 16 tokens. transformers, given what is kept as a text of its own, agrees.
+
+    One layer, so that keys and values hang on nothing but their own tokens. 10 kept tokens never reach 16, however
+    long the text; 24 do.
+    """
+    hf_model = tiny_hf_model("phi3", num_hidden_layers=1).double()
+    with tempfile.TemporaryDirectory() as folder:
+        hf_model.save_pretrained(folder)
+        model = GPT.from_checkpoint(folder)
+    kept = n_sink + window
+    assert model.rope.is_long(kept) == (kept > 16)
+    tokens = random_ids((40,), 3).tolist()
+    cache = KVCache.from_config(model.config, f"sinks:{n_sink}+{window}", max_length=60, dtype=torch.float64)
+    for start in (0, 10, 30):
+        logits = feed(model, cache, [tokens[start : {0: 10, 10: 30, 30: 40}[start]]])[0]
+        length = cache.lengths[0]
+        if length > kept:
+            inside = tokens[:n_sink] + tokens[length - window : length]
+        elif model.rope.is_long(kept):
+            continue  # transformers decides by what is there so far, we by what may come, so that keys stay as they are
+        else:
+            inside = tokens[:length]
+        expected = hf_model(torch.tensor([inside])).logits[0, -1]
+        close(logits[-1], expected, ROPE_TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", ["window:20", "sinks:4+16", "h2o:20", "snap:20", "tova:20"])

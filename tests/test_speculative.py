@@ -33,6 +33,7 @@ from litgpt.generate.sampling import Sampler, probabilities
 from litgpt.generate.speculative import Draft, DraftModel, PromptLookup, Speculation, check, check_same_vocabulary
 from litgpt.generate.types import Result, SamplingParams
 from litgpt.kvcache import KVCache
+from litgpt.kvcache.prefix import PrefixStore
 from litgpt.model import GPT
 from litgpt.tokenizer import Tokenizer
 from tests.tiny import random_ids, tiny_pair
@@ -383,9 +384,11 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 def test_prompt_lookup(tokens: list[int], n: int, ids: list[int]) -> None:
     assert PromptLookup().draft(tokens, n) == Draft(ids)
     drafter = PromptLookup()
-    for end in range(1, len(tokens), 2):  # the same, met bit by bit
+    for end in range(1, len(tokens), 2):  # the same, met bit by bit; what was wrong before makes it shorter
         drafter.draft(tokens[:end], n)
-    assert drafter.draft(tokens, n) == Draft(ids)
+    found = drafter.draft(tokens, n).ids
+    assert found == ids[: len(found)]
+    assert bool(found) == bool(ids)
 
 
 @settings(max_examples=100, deadline=None)
@@ -398,6 +401,30 @@ def test_prompt_lookup_equals_a_search(tokens: list[int], n: int) -> None:
                 longer = tokens + (tokens[start:] * n)
                 expected = longer[start : start + n]
     assert PromptLookup().draft(tokens, n).ids == expected
+
+
+def lengths_of_drafts(answer: list[int], start: int) -> list[int]:
+    """Of the drafts on the way through an answer, of at most 8 tokens each."""
+    drafter, lengths = PromptLookup(), []
+    while start < len(answer):
+        ids = drafter.draft(answer[:start], 8).ids
+        lengths.append(len(ids))
+        right = [guess == token for guess, token in zip(ids, answer[start:], strict=False)]
+        start += 1 + [*right, False].index(False)
+    return lengths
+
+
+def test_lookup_drafts_less_where_it_is_wrong() -> None:
+    text = list(range(40))
+    copied = lengths_of_drafts([*text, 90, 0, 1, *text[2:]], start=43)
+    assert copied == [8, 8, 8, 8, 8]
+    generator = random.Random(0)
+    free = lengths_of_drafts([generator.randrange(8) for _ in range(1000)], start=50)
+    assert sum(free) < 1.4 * len(free)  # 8 times as many before
+    # wrong once, then a copy again: as long as ever after a few steps
+    back = lengths_of_drafts([*text, 90, 0, 1, 95, 0, 1, *text[2:]], start=43)
+    assert back[0] == 8
+    assert [n for n in back if n][1:6] == [1, 1, 3, 7, 8]  # the first of them goes on as if 95 followed again
 
 
 @pytest.mark.parametrize("changes", [{}, WINDOWED])
@@ -475,6 +502,14 @@ def test_compiled_steps_serve_where_there_is_no_draft() -> None:
 def test_kinds_that_evict_are_refused(kind: str) -> None:
     with pytest.raises(UserError, match="cannot take tokens back"):
         Engine(random_model(), kv_cache=kind, speculation=Speculation.parse("lookup"))
+
+
+def test_a_draft_engine_that_cannot_go_back_or_stores_prefixes_is_refused() -> None:
+    draft = random_model(seed=4, n_layer=1)
+    with pytest.raises(UserError, match="prefix store"):
+        Speculation.by_model(Engine(draft, prefix_store=PrefixStore(2**20)), 3)
+    with pytest.raises(UserError, match="cannot take tokens back"):
+        Speculation.by_model(Engine(draft, kv_cache="h2o:8"), 3)
 
 
 @pytest.mark.parametrize("text", ["magic", "lookup:", "lookup:x", "lookup:0", "lookup:-1", ""])

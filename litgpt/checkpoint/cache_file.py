@@ -119,7 +119,10 @@ def load_cache(
         raise UserError(f"{path} holds no rows")
     had = max(spec.max_length for state in states for spec in state.specs)
     max_length = max_length or had
-    if model.rope.is_long(max_length) != model.rope.is_long(had):
+    before, after = (
+        KVCache.from_config(model.config, kind, 1, n, device="meta").rope_length for n in (had, max_length)
+    )
+    if model.rope.is_long(after) != model.rope.is_long(before):
         raise UserError(
             f"{path} was written for {had} tokens; for {max_length} this model rotates keys in another way",
             f"give max_length={had}",

@@ -57,7 +57,7 @@ class CompiledDecode:
         if not cache.compilable:
             raise UserError("this kind of KV cache does not compile", "leave out --compile, or use --kv_cache dense")
         for table in self.model.rope.tables:  # filled here, so that the graph only reads it
-            self.model.rope.frequencies(table, cache.max_length, cache.device)
+            self.model.rope.frequencies(table, cache.rope_length, cache.device)
         # rows that agree may share one position: spell it out, so that there is one graph
         pos = step.pos.repeat(cache.batch_size // len(step.pos), 1)
         end = step.end.repeat(cache.batch_size // len(step.end))

@@ -20,7 +20,7 @@ from litgpt.generate.compiled import CompiledDecode
 from litgpt.generate.prefixes import Prefixes
 from litgpt.generate.row import Row
 from litgpt.generate.sampling import Sampler, logprobs_of, pick_all
-from litgpt.generate.speculative import Speculation, Speculator, rewind_depth
+from litgpt.generate.speculative import Speculation, Speculator, check_rewindable
 from litgpt.generate.types import Event, Result, SamplingParams, Timing
 from litgpt.kvcache import KVCache
 from litgpt.kvcache.memory import ensure_fits
@@ -87,11 +87,8 @@ class Engine:
         if max_length is not None and not 0 < max_length <= context:
             raise UserError(f"a cache of {max_length} tokens was asked for, the model's context is {context}")
         self.context = max_length or context
-        if speculation is not None and rewind_depth(KVCache.from_config(model.config, kv_cache, device="meta")) < 1:
-            raise UserError(
-                f"KV cache {kv_cache!r} cannot take tokens back, as speculative decoding must",
-                "use a kind that evicts nothing: dense, window:N or sinks:S+N",
-            )
+        if speculation is not None:
+            check_rewindable(model.config, kv_cache)
         self._decode_step: StepFn = CompiledDecode(model) if compile else self._forward
 
     def generate(
@@ -186,7 +183,7 @@ class Engine:
         """What the cache's rows have in common with earlier ones."""
         scope: tuple[object, ...] = ()
         if self.prefix_store is not None:
-            scope = (self.kv_cache, cache.dtype, self.model.rope.is_long(cache.max_length))
+            scope = (self.kv_cache, cache.dtype, self.model.rope.is_long(cache.rope_length))
         return Prefixes(self.prefix_store, cache, scope, self.prefill_chunk)
 
     @contextmanager

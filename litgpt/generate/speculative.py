@@ -26,6 +26,7 @@ from litgpt.kvcache import KVCache
 from litgpt.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from litgpt.config import Config
     from litgpt.generate.engine import Engine
 
 LOOKUP_K = 8  # longest draft of prompt lookup: copying costs nothing
@@ -92,7 +93,16 @@ class Speculation:
         Args:
             engine: of the smaller model, on the same device as the larger one.
             k: longest draft.
+
+        Raises:
+            UserError: the engine stores prefixes, or its kind of cache evicts.
         """
+        if engine.prefix_store is not None:
+            raise UserError(
+                "a draft model feeds pieces of sequences, which a prefix store would take for whole ones",
+                "make the engine of the draft model without a prefix store",
+            )
+        check_rewindable(engine.model.config, engine.kv_cache)
         return cls(partial(DraftModel, engine), k)
 
 
@@ -100,7 +110,8 @@ class PromptLookup:
     """Finds the last few tokens earlier in the sequence, and guesses that what followed follows again.
 
     The longest match counts, and of equals the most recent. Good for answers that repeat their question: summaries,
-    corrections, code.
+    corrections, code. So as not to slow down other text, a draft is at most one token longer than twice what was right
+    of the last one.
 
     Args:
         max_ngram: longest match that is looked for.
@@ -111,6 +122,8 @@ class PromptLookup:
         self.sizes = range(min_ngram, max_ngram + 1)
         self._next: dict[tuple[int, ...], int] = {}  # tokens -> where what followed them last begins
         self._n_read = 0  # tokens that are known to follow something
+        self._draft: list[int] = []  # the last one
+        self._start = 0  # where it began
 
     def draft(self, tokens: list[int], n: int) -> Draft:
         """See `Drafter.draft`."""
@@ -119,13 +132,21 @@ class PromptLookup:
                 if size <= end:
                     self._next[tuple(tokens[end - size : end])] = end
         self._n_read = len(tokens)
+        if self._draft:
+            n = min(n, 2 * agreement(self._draft, tokens[self._start :]) + 1)
+        ids = self._copy(tokens, n)
+        if ids:
+            self._draft, self._start = ids, len(tokens)
+        return Draft(ids)
+
+    def _copy(self, tokens: list[int], n: int) -> list[int]:
         for size in reversed(self.sizes):
             start = self._next.get(tuple(tokens[-size:]))
             if start is not None:
                 # A match near the end is a loop: once around, the copy goes on from itself
                 period = len(tokens) - start
-                return Draft([tokens[start + i % period] for i in range(n)])
-        return Draft([])
+                return [tokens[start + i % period] for i in range(n)]
+        return []
 
 
 class DraftModel:
@@ -167,11 +188,7 @@ class DraftModel:
 
     def _feed(self, tokens: list[int]) -> torch.Tensor:
         """Bring the cache up to date and return the logits `(V',)` after the last token."""
-        right = 0
-        for guess, token in zip(self._guesses, tokens[self._sure : -1], strict=False):
-            if guess != token:
-                break
-            right += 1
+        right = agreement(self._guesses, tokens[self._sure : -1])
         self.cache.rewind(len(self._guesses) - right)
         logits = self.engine.prefill([tokens[self._sure + right :]], self.cache)[0]
         self._sure, self._guesses = len(tokens), []
@@ -290,8 +307,12 @@ def check(sampler: Sampler, logits: torch.Tensor, draft: Draft) -> list[int]:
 
 def _check_greedy(likeliest: list[int], ids: list[int]) -> list[int]:
     """The likeliest tokens, as long as the draft has led to them, and the one after."""
-    n = next((i for i, (want, got) in enumerate(zip(likeliest, ids, strict=False)) if want != got), len(ids))
-    return likeliest[: n + 1]
+    return likeliest[: agreement(likeliest, ids) + 1]
+
+
+def agreement(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens are the same from the beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _likeliest(logits: torch.Tensor, counts: list[int]) -> list[list[int]]:
@@ -308,6 +329,19 @@ def rewind_depth(cache: KVCache) -> int:
     """How many tokens a row of any length can be taken back."""
     layers: Any = cache.layers
     return min(layer.max_rewind(cache.max_length, cache.max_length) for layer in layers)
+
+
+def check_rewindable(config: Config, kv_cache: str) -> None:
+    """See that a kind of cache can take tokens back.
+
+    Raises:
+        UserError: it evicts.
+    """
+    if rewind_depth(KVCache.from_config(config, kv_cache, device="meta")) < 1:
+        raise UserError(
+            f"KV cache {kv_cache!r} cannot take tokens back, as speculative decoding must",
+            "use a kind that evicts nothing: dense, window:N or sinks:S+N",
+        )
 
 
 def check_same_vocabulary(draft: Tokenizer, target: Tokenizer) -> None:

@@ -54,6 +54,11 @@ class KVCache(nn.Module):
         sinks = [spec for spec in specs if spec.policy == "sinks" and spec.window is not None]
         self.relative_length = sinks[0].n_sink + (sinks[0].window or 0) if sinks else None
 
+    @property
+    def rope_length(self) -> int:
+        """Length in tokens that rotations have to reach: the longest row, or with relative sinks what is kept of it."""
+        return self.max_length if self.relative_length is None else min(self.max_length, self.relative_length)
+
     @classmethod
     def from_config(
         cls,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 FAR = 2**30  # tokens; past every window and every budget
 SMALL_BUDGETS = (4096, 1024)  # of the evicting kind that is suggested when nothing exact fits
 
@@ -119,16 +120,58 @@ def advise(
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Bytes that can be allocated on a device; None where there is no telling."""
+    """Bytes that can be allocated on a device; None where there is no telling.
+
+    On the CPU what the machine has free, and no more than what the limits of a container leave.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    meminfo = Path("/proc/meminfo")
-    if device.type == "cpu" and meminfo.is_file():
-        for line in meminfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("MemAvailable:"):
-                return 1024 * int(line.split()[1])
+    if device.type != "cpu":
+        return None
+    left = list(_left_in_groups())
+    if (kilobytes := _figure(PROC / "meminfo", "MemAvailable:")) is not None:
+        left.append(1024 * kilobytes)
+    return min(left, default=None)
+
+
+def _left_in_groups() -> Iterator[int]:
+    """Bytes that each control group around this process leaves: its own, and those that this one lies in.
+
+    https://docs.kernel.org/admin-guide/cgroup-v2.html, and cgroup-v1/memory.html; in most containers only the group at
+    the root can be seen. Files that could be dropped from memory count as free.
+    """
+    for line in _lines(PROC / "self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, limit, usage, cached = CGROUPS, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, limit, usage = CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cached = "total_inactive_file"
+        else:
+            continue
+        group = root / path.strip("/")
+        for folder in (group, *group.parents):
+            most, used = _figure(folder / limit), _figure(folder / usage)
+            if most is not None and used is not None:
+                yield max(0, most - used + (_figure(folder / "memory.stat", cached) or 0))
+
+
+def _figure(path: Path, name: str | None = None) -> int | None:
+    """The number in a file of the kernel, or in its line that begins with `name`; None where there is none."""
+    for line in _lines(path):
+        words = line.split()
+        if name is None or words[:1] == [name]:
+            number = words[0 if name is None else 1]
+            return int(number) if number.isdigit() else None  # "max" is no limit
     return None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
 
 
 def ensure_fits(

@@ -224,7 +224,7 @@ class ReplayCache(KVCache):
                 for layer in self.replay_layers():
                     roots += layer.pending(step)
                 if roots:
-                    torch.autograd.backward(*zip(*roots, strict=True))
+                    torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
                 for layer in self.replay_layers():
                     layer.collect()
         finally:
