@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -87,6 +88,21 @@ def collate(samples: Sequence[dict[str, Any]], ignore_index: int = IGNORE, packe
 def collate_for(dataset: Any, packed: bool = False) -> Callable[[Sequence[dict[str, Any]]], Batch]:
     """`collate` for the samples of a dataset."""
     return partial(collate, ignore_index=getattr(dataset, "ignore_index", IGNORE), packed=packed)
+
+
+def dataset_of(make_loader: Callable[[], Any]) -> tuple[Any, int]:
+    """The dataset of the loader that a data module makes, and its number of worker processes.
+
+    Args:
+        make_loader: the module's `train_dataloader` or `val_dataloader`.
+
+    Returns:
+        An empty dataset when there is no loader.
+    """
+    with warnings.catch_warnings():  # the loader is not used, so the number of its workers does no harm
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        loader = make_loader()
+    return ([], 0) if loader is None else (loader.dataset, loader.num_workers)
 
 
 def lengths_of(dataset: Any) -> list[int]:

@@ -7,13 +7,13 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.fabric.strategies import ModelParallelStrategy
-from torch import nn
 
 from litgpt.args import EvalArgs, LogArgs, TrainArgs
 from litgpt.checkpoint.convert import load_model
@@ -23,14 +23,18 @@ from litgpt.checkpoint.source import open_source
 from litgpt.config import Config
 from litgpt.data import Alpaca
 from litgpt.errors import UserError
+from litgpt.generate.loading import autocast_dtype
 from litgpt.quantize import check_quantization, load_quantized
 from litgpt.runtime import num_parameters, weight_dtype
 from litgpt.tokenizer import Tokenizer
+from litgpt.train.batches import dataset_of, lengths_of
+from litgpt.train.curve import draw_loss
 from litgpt.train.devices import make_fabric, pick_training_precision
 from litgpt.train.loggers import make_logger
 from litgpt.train.loop import fit, seed_everything
+from litgpt.train.memory import MemoryEstimate, check_fits, estimate_training, explain_out_of_memory
 from litgpt.train.method import Method
-from litgpt.train.optimizer import Spec
+from litgpt.train.optimizer import Spec, make_optimizer
 from litgpt.train.state import Companions, claim, describe_arguments, find_resume
 
 if TYPE_CHECKING:
@@ -93,7 +97,8 @@ def finetune(method: Method, arguments: Mapping[str, Any]) -> None:
 
     tokenizer = Tokenizer(path)
     with open_source(path) as source:
-        context, dtype = source.config(Config).block_size, main_dtype(source.tensors().values())
+        model_config = source.config(method.gpt_class.config_class, **method.config(arguments))
+        dtype = main_dtype(source.tensors().values())
         files = source.companion_files()
         if source.kind != "litgpt" or (path / "config.json").is_file():  # what LitGPT converted may lack it
             files["config.json"] = json.dumps(source.hf_config(), indent=2).encode("utf-8")
@@ -101,12 +106,17 @@ def finetune(method: Method, arguments: Mapping[str, Any]) -> None:
     data.connect(
         tokenizer=tokenizer,
         batch_size=s.train.micro_batch_size,
-        max_seq_length=min(s.train.max_seq_length or context, context),
+        max_seq_length=min(s.train.max_seq_length or model_config.block_size, model_config.block_size),
     )
     with fabric.rank_zero_first():
         data.prepare_data()
     data.setup()
 
+    estimate = None
+    if s.quantize is None:  # what a packed weight takes is known only when it is packed
+        estimate = _estimate(method, model_config, precision, s, data)
+        if fabric.is_global_zero:
+            check_fits(estimate, fabric.device)
     seed_everything(s.seed)
     # A model that will be divided may be too large for one device
     place = torch.device("cpu") if isinstance(fabric.strategy, ModelParallelStrategy) else fabric.device
@@ -118,23 +128,61 @@ def finetune(method: Method, arguments: Mapping[str, Any]) -> None:
         )
     style = getattr(data, "prompt_style", None)
     companions = Companions(model.config, files, describe_arguments(arguments), style, dtype)
-    fit(
-        fabric,
-        method,
-        model,
-        data,
-        s.train,
-        s.eval,
-        optimizer=s.optimizer,
-        seed=s.seed,
-        out_dir=s.out_dir,
-        companions=companions,
-        resume=resume,
-        tokenizer=tokenizer,
-    )
+    with explain_out_of_memory(estimate) if estimate is not None else nullcontext():
+        metrics = fit(
+            fabric,
+            method,
+            model,
+            data,
+            s.train,
+            s.eval,
+            optimizer=s.optimizer,
+            seed=s.seed,
+            out_dir=s.out_dir,
+            companions=companions,
+            resume=resume,
+            tokenizer=tokenizer,
+        )
+    if fabric.is_global_zero:
+        _draw(metrics, s.out_dir / "loss.png")
     if fabric.is_global_zero and method.finalise is not None:
         method.finalise(s.out_dir / "final", path)
     fabric.barrier()
+
+
+def _estimate(method: Method, config: Config, precision: str, s: Settings, data: Any) -> MemoryEstimate:
+    """The memory of a step, worked out without allocating any of it."""
+
+    def make_model() -> GPT:
+        model = method.gpt_class(config)
+        method.mark_trainable(model)
+        frozen, learnt = held_dtypes(method, precision)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(learnt if parameter.requires_grad else frozen)
+        return model
+
+    return estimate_training(
+        make_model,
+        lambda model: make_optimizer(s.optimizer, model, method.lr_scale),
+        s.train.micro_batch_size,
+        max(lengths_of(dataset_of(data.train_dataloader)[0]), default=1),
+        s.train.checkpoint_activations,
+        autocast_dtype(precision),
+    )
+
+
+def _draw(metrics: Path, picture: Path) -> None:
+    """Draw the loss, if that is possible; nothing depends on it."""
+    try:
+        draw_loss(metrics, picture)
+    except UserError as error:
+        logger.info("%s is not drawn: %s", picture, error)
+
+
+def held_dtypes(method: Method, precision: str) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes of what is frozen and of what learns."""
+    learnt = weight_dtype(precision)
+    return (weight_dtype(precision.replace("-mixed", "-true")) if method.partial else learnt), learnt
 
 
 def load_for_training(
@@ -155,16 +203,11 @@ def load_for_training(
         quantize: how the frozen weights are stored; None: as they are.
         config: fields of the config that the method adds.
     """
-    held = weight_dtype(precision.replace("-mixed", "-true") if method.partial else precision)
+    held, learnt = held_dtypes(method, precision)
     options: dict[str, Any] = {"gpt_class": method.gpt_class, "dtype": held, "device": device, **(config or {})}
     model = load_model(path, **options) if quantize is None else load_quantized(path, quantize, **options)
     method.mark_trainable(model)
-    _hold(model, weight_dtype(precision))
-    return model
-
-
-def _hold(model: nn.Module, dtype: torch.dtype) -> None:
-    """Bring what learns to the dtype that it is updated in."""
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = parameter.data.to(learnt)
+    return model

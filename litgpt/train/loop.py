@@ -24,10 +24,20 @@ from litgpt.args import EvalArgs, TrainArgs
 from litgpt.errors import UserError
 from litgpt.generate.loading import autocast_dtype
 from litgpt.train.activation import checkpoint_activations
-from litgpt.train.batches import Batch, Plan, derive_seed, eval_batches, lengths_of, train_steps
+from litgpt.train.batches import (
+    Batch,
+    Plan,
+    collate_for,
+    dataset_of,
+    derive_seed,
+    eval_batches,
+    lengths_of,
+    train_steps,
+)
 from litgpt.train.devices import divided_like, divided_optimizer_state, is_divided, whole
 from litgpt.train.evaluate import answer_example, mean_loss, sum_over_devices, undisturbed
 from litgpt.train.loggers import MetricsFile, next_version
+from litgpt.train.memory import probe
 from litgpt.train.method import Method
 from litgpt.train.objective import Objective, noisy_embeddings
 from litgpt.train.optimizer import Spec, make_optimizer
@@ -58,7 +68,7 @@ def fit(
     companions: Companions,
     resume: Path | None = None,
     tokenizer: Tokenizer | None = None,
-) -> GPT:
+) -> Path:
     """Train a model and write the folders.
 
     Args:
@@ -76,7 +86,7 @@ def fit(
         tokenizer: for the example that evaluations show; None shows none.
 
     Returns:
-        The model, trained.
+        The file of the metrics, which the first device wrote.
 
     Raises:
         UserError: settings that do not fit each other or the data.
@@ -85,7 +95,7 @@ def fit(
     if resume is not None:
         run.restore(resume)
     run.train()
-    return model
+    return run.metrics_path
 
 
 class Run:
@@ -108,10 +118,8 @@ class Run:
         self.fabric, self.method, self.model = fabric, method, model
         self.train_args, self.eval_args, self.seed = train, eval, seed
         self.out_dir, self.companions, self.tokenizer = out_dir, companions, tokenizer
-        loader = data.train_dataloader()
-        self.dataset, self.num_workers = loader.dataset, loader.num_workers
-        val_loader = data.val_dataloader()
-        self.val_dataset = val_loader.dataset if val_loader is not None and len(val_loader.dataset) else None
+        self.dataset, self.num_workers = dataset_of(data.train_dataloader)
+        self.val_dataset, _ = dataset_of(data.val_dataloader)
         self.plan = Plan(
             lengths_of(self.dataset),
             seed,
@@ -161,6 +169,8 @@ class Run:
         self.progress = Progress(self.schedule.total, counters.step, enabled=self.fabric.is_global_zero)
         steps = train_steps(self.dataset, self.plan, counters.step, self.num_workers)
         self.objective.train()
+        if self.fabric.device.type == "cuda":
+            probe(self._longest_pass, self.model.parameters(), self.fabric.device)
         with self.progress, noisy_embeddings(self.model.transformer.wte, train.neftune_alpha):
             if self.eval_args.initial_validation and counters.step == 0:
                 self.evaluate(None)
@@ -176,6 +186,12 @@ class Run:
             if self.eval_args.final_validation:
                 self.evaluate(None)
         self.save(self.out_dir / "final")
+
+    def _longest_pass(self) -> None:
+        """Forward and backward pass of the micro-batch that needs the most memory."""
+        samples = [self.dataset[i] for i in self.plan.longest()]
+        batch = collate_for(self.dataset, packed=self.plan.packing == "pack")(samples)
+        self.fabric.backward(self.objective(batch.to(self.fabric.device)))
 
     def _is_over(self) -> bool:
         train, counters, patience = self.train_args, self.counters, self.eval_args.patience
@@ -252,7 +268,7 @@ class Run:
 
     def evaluate(self, max_batches: int | None) -> None:
         """Measure the validation loss, note whether it is the lowest, and show an example."""
-        if self.val_dataset is None:
+        if not len(self.val_dataset):
             return
         counters, fabric = self.counters, self.fabric
         with undisturbed(self.objective):
