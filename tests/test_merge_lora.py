@@ -18,7 +18,7 @@ from litgpt.checkpoint.adapter_files import read_state
 from litgpt.checkpoint.save import check_manifest
 from litgpt.errors import MissingFileError, UserError
 from litgpt.model import GPT
-from litgpt.scripts.merge_lora import merge_lora
+from litgpt.scripts.merge_lora import finish_lora, merge_lora
 from tests.tiny import randomize, save_tiny
 from tests.tiny_finetuned import LORA, logits, write_base, write_finetuned
 from tests.tiny_text import write_tokenizer
@@ -195,3 +195,29 @@ def test_what_cannot_be_merged(tmp_path: Path) -> None:
         merge_lora(tmp_path / "out")
     with pytest.raises(MissingFileError, match="elsewhere"):
         merge_lora(tmp_path / "out", tmp_path / "elsewhere")
+
+
+def test_what_training_leaves_opens_everywhere(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    theirs = save_tiny("llama", tmp_path / "base")
+    model = write_finetuned("lora", tmp_path / "base", tmp_path / "out")
+    write_tokenizer(tmp_path / "out")
+    finish_lora(tmp_path / "out", tmp_path / "base")
+    check_manifest(tmp_path / "out", hashes=True)
+    ids = torch.arange(16)[None]
+    with torch.no_grad():
+        expected = model(ids)
+        merged = GPT.from_checkpoint(tmp_path / "out")(ids)
+        opened = peft.PeftModel.from_pretrained(theirs, tmp_path / "out").eval()(ids).logits
+    assert (merged - expected).abs().max() < 1e-5
+    assert (opened - expected).abs().max() < 1e-5
+
+
+def test_what_peft_has_no_place_for_does_not_stop_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_base(tmp_path / "base")  # of no family that transformers knows
+    write_finetuned("lora", tmp_path / "base", tmp_path / "out")
+    with caplog.at_level(logging.INFO, "litgpt"):
+        finish_lora(tmp_path / "out", tmp_path / "base")
+    assert "not written for PEFT: no table of tensor names" in caplog.text
+    assert (tmp_path / "out" / "lit_model.pth").is_file()
+    assert not (tmp_path / "out" / "adapter_config.json").exists()

@@ -47,7 +47,7 @@ def write_finetuned(kind: str, base: Path, folder: Path, seed: int = 1, **settin
         if any(part in name for part in ("scale", "magnitude", "norm", "ln_f")):
             tensor.mul_(1 + 0.2 * torch.randn_like(tensor))
         else:
-            torch.nn.init.normal_(tensor, std=3.0 if "gating" in name else 0.2)
+            torch.nn.init.normal_(tensor, std=3.0 if "gating" in name else 0.1 if kind == "lora" else 0.2)
     folder.mkdir(parents=True, exist_ok=True)
     save_state(variant_state_dict(model), folder / VARIANTS[kind].file_name)
     hyperparameters = {"checkpoint_dir": str(base), "precision": None, "devices": 1, **settings}

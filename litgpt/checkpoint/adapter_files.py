@@ -323,23 +323,23 @@ def plain_weights(model: GPT) -> Iterator[tuple[dict[str, Tensor], dict[str, dic
 
 
 def export_peft(adapter: AdapterFile, base: Path, out_dir: Path) -> None:
-    """Write a LoRA as a folder of Hugging Face PEFT.
+    """Write a LoRA or IA3 as a folder of Hugging Face PEFT.
 
     Args:
-        adapter: the LoRA.
+        adapter: the LoRA or IA3.
         base: checkpoint of its base.
-        out_dir: the folder; it may be the one that the LoRA is in.
+        out_dir: the folder; it may be the one that the adapter is in.
 
     Raises:
-        UserError: it is no LoRA, or has what PEFT has no place for.
+        UserError: it is of another kind, or has what PEFT has no place for.
     """
     with open_source(base) as source:
         learnt = adapter.read(source)
-        if learnt.variant.name != "lora":
-            raise UserError(f"{adapter.path} is no LoRA, which is what can be written for PEFT")
-        plan = plan_import(source, source.config(lora.Config, **learnt.settings))
-        assert isinstance(plan.config, lora.Config)
-        load_variant(build_empty(lora.GPT, plan.config), learnt.state, f"{adapter.path}")
+        variant = learnt.variant
+        if variant.name not in ("lora", "ia3"):
+            raise UserError(f"{adapter.path} cannot be written for PEFT", "that goes for LoRA and IA3")
+        plan = plan_import(source, source.config(variant.gpt_class.config_class, **learnt.settings))
+        load_variant(build_empty(variant.gpt_class, plan.config), learnt.state, f"{adapter.path}")
         write_peft(
             out_dir,
             learnt.state,

@@ -61,8 +61,9 @@ def to_theirs(parts: Mapping[Place, Update], table: Table, config: Config, shape
         shapes: of our weights.
 
     Returns:
-        One update for each of their maps that is touched, by its name. With DoRA, a part without an update of a map
-        that they fuse must be among `parts` with rank 0 and the lengths of its rows.
+        One update for each of their maps that is touched, by its name; its rank is 0 if all of its parts have that.
+        With DoRA, a part without an update of a map that they fuse must be among `parts` with rank 0 and the lengths
+        of its rows.
     """
     found: dict[str, list[Update]] = {}
     for (module, part), update in parts.items():
@@ -80,13 +81,14 @@ def to_theirs(parts: Mapping[Place, Update], table: Table, config: Config, shape
                 link.their_view(target).copy_(link.our_view(source))
         for name, piece in pieces.items():
             found.setdefault(name, []).append(piece)
-    return {name: update for name, pieces in found.items() if (update := join(pieces)).rank}
+    return {name: join(pieces) for name, pieces in found.items()}
 
 
 def to_ours(theirs: Mapping[str, Update], table: Table, config: Config, shapes: Shapes) -> dict[Place, Update]:
     """Carry updates of the family's model to the parts of our linear maps; the reverse of `to_theirs`.
 
-    Columns of a B that is in blocks go only to the part that they belong to.
+    Columns of a B that is in blocks go only to the part that they belong to, and a part for which none are left has no
+    update.
     """
     found: dict[Place, list[Update]] = {}
     for name, update in theirs.items():
@@ -98,8 +100,11 @@ def to_ours(theirs: Mapping[str, Update], table: Table, config: Config, shapes: 
                 for target, source in _pairs(into, update):
                     link.our_view(target).copy_(link.their_view(source))
             for part, rows in part_rows(module, n_rows, config).items():
-                if touched[rows].any():
-                    found.setdefault((module, part), []).append(_without_others(_cut(into, rows), update.b))
+                if not touched[rows].any():
+                    continue
+                piece = _without_others(_cut(into, rows), update.b)
+                if piece.rank or piece.magnitude is not None:
+                    found.setdefault((module, part), []).append(piece)
     return {place: join(pieces) for place, pieces in found.items()}
 
 
@@ -163,8 +168,5 @@ def _pairs(a: Update, b: Update) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _without_others(update: Update, whole: Tensor) -> Update:
     """Without the columns of B that are zero here and belong to the rows of other parts of the map."""
-    here, anywhere = update.b.any(0), whole.any(0)
-    if not here.any():
-        return update
-    keep = here | ~anywhere
+    keep = update.b.any(0) | ~whole.any(0)
     return update._replace(a=update.a[keep], b=update.b[:, keep])

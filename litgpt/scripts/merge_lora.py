@@ -74,6 +74,24 @@ def merge_lora(
     logger.info("written to %s in %s; rounding lost at most %.2g of an update", adapter.folder, dtype, lost)
 
 
+def finish_lora(folder: Path, base: Path) -> None:
+    """Complete what LoRA training wrote: merge it, and add the files by which Hugging Face PEFT opens the folder.
+
+    Args:
+        folder: with the LoRA.
+        base: checkpoint of its base.
+    """
+    from litgpt.checkpoint.adapter_files import AdapterFile, export_peft, open_adapter
+
+    merge_lora(folder, base)
+    adapter = open_adapter(folder)
+    assert isinstance(adapter, AdapterFile)
+    try:
+        export_peft(adapter, base, folder)
+    except UserError as error:
+        logger.info("not written for PEFT: %s", error.message)
+
+
 def _record(adapter: Adapter, base: Path, dtype: torch.dtype | None) -> dict[str, Any]:
     """Everything that a merge depends on: another record means another result.
 
