@@ -192,7 +192,9 @@ class StackedLinear(nn.Module):
         Returns:
             `(M, n_out)`.
         """
-        if counts is None:
+        if isinstance(self.weight, nn.Module):  # stored in few bits
+            y = self.weight(x, expert, counts)
+        elif counts is None:
             y = torch.bmm(self.weight[expert], x.unsqueeze(-1)).squeeze(-1)
         else:
             y = grouped_linear(x, self.weight, counts)
@@ -242,8 +244,12 @@ class Experts(nn.Module):
         return self.proj(gated_activation(self.config, gate, up), expert, counts)
 
 
+def _is_stacked(name: str) -> bool:
+    return ".weight." not in name  # those of quantized experts are apart already
+
+
 def _unstack_experts(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    for key in [k for k in state_dict if k.startswith(prefix)]:
+    for key in [k for k in state_dict if k.startswith(prefix) and _is_stacked(k)]:
         for j, part in enumerate(state_dict.pop(key)):
             state_dict[f"{prefix}{j}.{key[len(prefix) :]}"] = part
 
@@ -260,7 +266,7 @@ def _stack_experts(
 ) -> None:
     """Stack the experts' tensors, and report those that are missing or do not fit by their own names."""
     for name, parameter in module.named_parameters():
-        if prefix + name in state_dict:
+        if prefix + name in state_dict or not _is_stacked(name):
             continue
         keys = [f"{prefix}{j}.{name}" for j in range(len(parameter))]
         found = {key: state_dict.pop(key) for key in keys if key in state_dict}

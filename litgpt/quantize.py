@@ -8,10 +8,9 @@ The embedding, the head and the routers of experts keep their dtype: they are fe
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from litgpt.constants import require
 from litgpt.errors import UserError
@@ -21,9 +20,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from litgpt.model import GPT
-    from litgpt.quantized_linear import QuantizedLinear
-
-logger = logging.getLogger(__name__)
 
 Quantization = Literal["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.int8", "torchao.int8"]
 # Frozen bases of LoRA and of the adapters. LitGPT calls 8 bits by another name there; both mean the same here.
@@ -78,12 +74,12 @@ def load_quantized(
         UserError: what `load_model` or `check_quantization` raise.
     """
     from litgpt.checkpoint.convert import load_model
+    from litgpt.quantized_linear import Quantizer
 
     check_quantization(quantize)
-    replace = _replacer(quantize, device or "cpu")
-    read = load_model if read is None else read
-    model = read(path, filled=lambda model, name: _replace_filled(model, name, replace), **options)
-    _report(model, quantize)
+    quantizer = Quantizer(quantize, device or "cpu", KEPT)
+    model = (read or load_model)(path, filled=quantizer.filled, **options)
+    quantizer.report()
     return model.to(device) if device is not None else model
 
 
@@ -103,85 +99,22 @@ def quantize_model(
     Raises:
         UserError: what `check_quantization` raises.
     """
+    from litgpt.quantized_linear import Quantizer
+
     check_quantization(quantize)
-    replace = _replacer(quantize, device)
-    for path in [path for path, _ in model.named_modules() if _is_plain(model, path, keep)]:
-        replace(model, path)
-    _report(model, quantize)
+    quantizer = Quantizer(quantize, device, keep)
+    for path in [path for path, _ in model.named_modules()]:  # not the modules: each is freed when it is replaced
+        quantizer.replace(model, path)
+    quantizer.report()
 
 
-def is_quantized(model: nn.Module) -> bool:
-    """Whether a model holds quantized weights."""
-    return any(quantized_linears(model))
+def is_quantized(model: nn.Module, experts_only: bool = False) -> bool:
+    """Whether a model holds quantized weights, or quantized experts."""
+    from litgpt.quantized_linear import QuantizedExperts, QuantizedLinear
 
-
-def quantized_linears(model: nn.Module) -> Iterator[QuantizedLinear]:
-    """The quantized linear maps of a model."""
-    from litgpt.quantized_linear import QuantizedLinear
-
-    return (module for module in model.modules() if isinstance(module, QuantizedLinear))
+    kind = QuantizedExperts if experts_only else QuantizedLinear
+    return any(isinstance(module, kind) for module in model.modules())
 
 
 def _names(literal: Any) -> tuple[str, ...]:
     return literal.__args__
-
-
-def _replacer(quantize: str, device: torch.device | str | None) -> Callable[[nn.Module, str], None]:
-    """A function that replaces the linear map at a path of a model."""
-    import torch
-    from torch import nn
-
-    from litgpt import quantized_linear as made
-
-    library, _, kind = quantize.partition(".")
-    kind = kind.removesuffix("-training")
-
-    def replace(model: nn.Module, path: str) -> None:
-        parent, _, name = path.rpartition(".")
-        holder, linear = model.get_submodule(parent), cast(nn.Linear, model.get_submodule(path))
-        place = linear.weight.device if device is None else torch.device(device)
-        if library == "torchao":
-            quantized: made.QuantizedLinear = made.LinearTorchao(linear, place)
-        elif kind == "int8":
-            quantized = made.Linear8bit(linear, place)
-        else:
-            quantized = made.Linear4bit(linear, place, kind.removesuffix("-dq"), double=kind.endswith("-dq"))
-        setattr(holder, name, quantized.train(linear.training))
-
-    return replace
-
-
-def _is_plain(model: nn.Module, path: str, keep: Collection[str]) -> bool:
-    """Whether a linear map that should be quantized is at `path`."""
-    from torch import nn
-
-    try:
-        module = model.get_submodule(path)
-    except AttributeError:  # a tensor of stacked experts has no module of its own
-        return False
-    return type(module) is nn.Linear and not set(path.split(".")) & {*keep}
-
-
-def _replace_filled(model: GPT, name: str, replace: Callable[[nn.Module, str], None]) -> None:
-    """Quantize the map that the tensor `name` of the plain model belongs to, if it is the weight of one."""
-    stem, _, leaf = name.rpartition(".")
-    for path in (stem, f"{stem}.linear"):  # a variant may wrap the map
-        if leaf == "weight" and _is_plain(model, path, KEPT):
-            replace(model, path)
-
-
-def _report(model: nn.Module, quantize: str) -> None:
-    """Say how much was saved, and what was not quantized though it is large."""
-    from litgpt.layers import StackedLinear
-
-    linears = list(quantized_linears(model))
-    before = sum(m.in_features * m.out_features * m.dtype.itemsize for m in linears)
-    after = sum(m.nbytes for m in linears)
-    logger.info("quantized %d linear maps to %s: %s -> %s", len(linears), quantize, _mb(before), _mb(after))
-    experts = [m.weight for m in model.modules() if isinstance(m, StackedLinear)]
-    if experts:
-        logger.warning("the experts keep %s: %s", experts[0].dtype, _mb(sum(w.nbytes for w in experts)))
-
-
-def _mb(nbytes: int) -> str:
-    return f"{nbytes / 1e6:,.1f} MB"

@@ -8,13 +8,25 @@ multiplied as it is where the library has a kernel for that, and unpacked again 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+
+from litgpt.layers import StackedLinear
+
+if TYPE_CHECKING:
+    from litgpt.model import GPT
+
+logger = logging.getLogger(__name__)
 
 
 class QuantizedLinear(nn.Module):
@@ -46,8 +58,8 @@ class QuantizedLinear(nn.Module):
         """`(..., n_in) -> (..., n_out)` without a gradient."""
         return F.linear(x, self.dense(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
-    def statistics(self) -> list[Tensor]:
-        """What is stored beside `packed`."""
+    def stored(self) -> list[Tensor]:
+        """The tensors that hold the weight."""
         raise NotImplementedError
 
     @property
@@ -57,8 +69,8 @@ class QuantizedLinear(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the stored weight and its statistics."""
-        return sum(tensor.nbytes for tensor in [self.packed, *self.statistics()])
+        """Bytes of the stored weight."""
+        return sum(tensor.nbytes for tensor in self.stored())
 
     def forward(self, x: Tensor) -> Tensor:
         """`(..., n_in) -> (..., n_out)`, in the dtype of `x`, or the one that autocast asks for."""
@@ -71,6 +83,20 @@ class QuantizedLinear(nn.Module):
     def extra_repr(self) -> str:
         """What `print(model)` shows."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class QuantizedExperts(nn.ModuleList):
+    """The quantized linear maps of experts; takes the place of the weight of `litgpt.layers.StackedLinear`."""
+
+    def forward(self, x: Tensor, expert: Tensor, counts: Tensor | None) -> Tensor:
+        """Map each row by its own expert, see `StackedLinear.forward`."""
+        if counts is None:
+            return torch.cat([self[number](row) for number, row in zip(expert.tolist(), x.split(1), strict=True)])
+        return torch.cat([layer(rows) for layer, rows in zip(self, x.split(counts.tolist()), strict=True) if len(rows)])
+
+    def dense(self) -> Tensor:
+        """The weights `(E, n_out, n_in)` unpacked."""
+        return torch.stack([cast(QuantizedLinear, layer).weight for layer in self])
 
 
 class _Product(torch.autograd.Function):
@@ -120,10 +146,10 @@ class Linear4bit(QuantizedLinear):
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return matmul_4bit(x, self.packed.t(), bias=bias, quant_state=self.state)
 
-    def statistics(self) -> list[Tensor]:
-        """Scales of the blocks; when they are in 8 bits, their own scales too."""
+    def stored(self) -> list[Tensor]:
+        """The numbers and the scales of the blocks; when these are in 8 bits, their own scales too."""
         state = self.state
-        return [state.absmax, *([state.offset, state.state2.absmax] if self.nested else [])]
+        return [self.packed, state.absmax, *([state.offset, state.state2.absmax] if self.nested else [])]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear4bit:
         super()._apply(fn, recurse)
@@ -146,9 +172,9 @@ class Linear8bit(QuantizedLinear):
         """The weight unpacked."""
         return (self.packed * self.scale).to(dtype)
 
-    def statistics(self) -> list[Tensor]:
-        """The scale of each row."""
-        return [self.scale]
+    def stored(self) -> list[Tensor]:
+        """The numbers and the scale of each row."""
+        return [self.packed, self.scale]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear8bit:
         super()._apply(fn, recurse)
@@ -161,7 +187,8 @@ class LinearTorchao(QuantizedLinear):
 
     def pack(self, weight: Tensor) -> None:
         """Set `packed`, an `Int8Tensor` `(n_out, n_in)`."""
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+        with _no_warnings():  # of kernels that torchao lacks on this machine: none of them is needed
+            from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
         holder = nn.Module()
         holder.weight = nn.Parameter(weight, requires_grad=False)
@@ -176,6 +203,85 @@ class LinearTorchao(QuantizedLinear):
         """`(..., n_in) -> (..., n_out)`."""
         return F.linear(x, self.packed, None if self.bias is None else self.bias.to(x.dtype))
 
-    def statistics(self) -> list[Tensor]:
-        """The parts of the tensor: eight bits a number, and the scale of each row."""
+    def stored(self) -> list[Tensor]:
+        """The numbers and the scale of each row."""
         return [self.packed.qdata, self.packed.scale]
+
+
+@contextmanager
+def _no_warnings() -> Iterator[None]:
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+class Quantizer:
+    """Replaces linear maps and stacks of them by quantized ones, each as soon as its weight is there.
+
+    Args:
+        quantize: one of `litgpt.quantize.TrainingQuantization`.
+        device: where the quantized weights go; None: where each weight is.
+        keep: names of modules that are left as they are.
+    """
+
+    def __init__(self, quantize: str, device: torch.device | str | None, keep: Collection[str]) -> None:
+        self.quantize, self.device, self.keep = quantize, device, {*keep}
+        library, _, kind = quantize.removesuffix("-training").partition(".")
+        self.make: Callable[[nn.Linear, torch.device], QuantizedLinear]
+        if library == "torchao":
+            self.make = LinearTorchao
+        elif kind == "int8":
+            self.make = Linear8bit
+        else:
+            self.make = partial(Linear4bit, kind=kind.removesuffix("-dq"), double=kind.endswith("-dq"))
+        self._experts: Counter[str] = Counter()  # path of a stack -> experts whose weight is there
+        self._count, self._before, self._after = 0, 0, 0
+
+    def filled(self, model: GPT, name: str) -> None:
+        """Quantize what the tensor `name` of the plain model completes; see `litgpt.checkpoint.convert.load_model`."""
+        path, _, leaf = name.rpartition(".")
+        if leaf != "weight":
+            return
+        if match := re.fullmatch(r"(.*\.experts)\.\d+(\.\w+)", path):
+            path = "".join(match.groups())
+            self._experts[path] += 1
+            if self._experts[path] < model.config.n_expert:
+                return
+        for found in (path, f"{path}.linear"):  # a variant may wrap the map
+            self.replace(model, found)
+
+    def replace(self, model: nn.Module, path: str) -> None:
+        """Quantize the linear map or the stack of them at `path`, if there is one and it is not to be kept."""
+        try:
+            module = model.get_submodule(path)
+        except AttributeError:
+            return
+        if self.keep & {*path.split(".")}:
+            return
+        if type(module) is nn.Linear:
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, self._quantized(module))
+        elif isinstance(module, StackedLinear) and isinstance(module.weight, nn.Parameter):
+            layers = []
+            for weight in module.weight.detach():
+                linear = nn.Linear(weight.size(1), weight.size(0), bias=False, device="meta")
+                linear.weight = nn.Parameter(weight, requires_grad=False)
+                layers.append(self._quantized(linear))
+            del module.weight
+            cast(Any, module).weight = QuantizedExperts(layers)
+
+    def _quantized(self, linear: nn.Linear) -> QuantizedLinear:
+        device = linear.weight.device if self.device is None else torch.device(self.device)
+        made = self.make(linear, device)
+        self._count += 1
+        self._before += linear.weight.nbytes
+        self._after += made.nbytes
+        return made.train(linear.training)
+
+    def report(self) -> None:
+        """Say how much was saved."""
+        sizes = f"{self._before / 1e6:,.1f} MB -> {self._after / 1e6:,.1f} MB"
+        logger.info("quantized %d linear maps to %s: %s", self._count, self.quantize, sizes)

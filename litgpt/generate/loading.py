@@ -18,12 +18,13 @@ from litgpt.checkpoint.convert import load_model
 from litgpt.checkpoint.hub import resolve
 from litgpt.checkpoint.source import open_source
 from litgpt.config import Config
+from litgpt.errors import UserError
 from litgpt.generate.engine import Engine
 from litgpt.generate.speculative import Speculation
 from litgpt.generate.types import SamplingParams
 from litgpt.model import GPT
 from litgpt.prompts import Prompt, PromptStyle, choose_prompt_style, encode_prompt, has_prompt_style
-from litgpt.quantize import check_quantization, load_quantized
+from litgpt.quantize import check_quantization, is_quantized, load_quantized
 from litgpt.runtime import pick_device, pick_precision, weight_dtype
 from litgpt.tokenizer import Tokenizer
 
@@ -41,7 +42,13 @@ class Loaded:
     precision: str
 
     def engine(self, kv_cache: str = "dense", compile: bool = False, speculation: Speculation | None = None) -> Engine:
-        """A decoding engine for the model."""
+        """A decoding engine for the model.
+
+        Raises:
+            UserError: experts that are quantized do not compile.
+        """
+        if compile and is_quantized(self.model, experts_only=True):
+            raise UserError("quantized experts do not compile", "leave out --compile or --quantize")
         return Engine(
             self.model,
             self.tokenizer,
