@@ -25,7 +25,7 @@ from litgpt import model as base
 from litgpt.attention import KVView, Step
 from litgpt.config import Config as BaseConfig
 from litgpt.layers import ROLES
-from litgpt.lora_layers import LoRAExperts, LoRALayer, LoRALinear, LoRAQKVLinear, each_adapter
+from litgpt.lora_layers import START, LoRAExperts, LoRALayer, LoRALinear, LoRAQKVLinear, each_adapter
 from litgpt.peft import VariantGPT
 
 __all__ = [
@@ -50,7 +50,6 @@ logger = logging.getLogger(__name__)
 
 QKV = ("query", "key", "value")  # the parts of the fused map, in its order
 _ATTENTION = ["qkv", "q", "kv", "proj"]
-CONSTANT = ("lora_A0", "lora_B0")  # where PiSSA started
 PRESETS = {"attention": _ATTENTION, "mlp": ["mlp"], "all-linear": [*_ATTENTION, "mlp"]}
 
 
@@ -236,7 +235,7 @@ class GPT(VariantGPT):
     config_class = Config
     layers_class = Layers
     added = ("lora_",)
-    constant = CONSTANT
+    constant = START
 
     def __init__(self, config: Config, layers: base.Layers | None = None) -> None:
         super().__init__(config, layers)
@@ -270,7 +269,7 @@ def mark_only_lora_as_trainable(model: nn.Module, bias: Literal["none", "lora_on
         raise ValueError("the model has no LoRA layers, nothing would be trained: set lora_r and where updates go")
     for name, parameter in model.named_parameters():
         is_bias = name.rpartition(".")[2] == "bias"
-        learns = lora_filter(name, parameter) and not name.endswith(CONSTANT)
+        learns = lora_filter(name, parameter) and not name.endswith(START)
         parameter.requires_grad = learns or (bias == "all" and is_bias)
     for layer in lora_layers(model) if bias == "lora_only" else ():
         if (own := cast("Tensor | None", layer.holder.bias)) is not None:
@@ -295,7 +294,7 @@ def plain_lora(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     The scale is still that of the rank before.
     """
-    plain = {key: value for key, value in state.items() if not key.endswith(CONSTANT)}
+    plain = {key: value for key, value in state.items() if not key.endswith(START)}
     for key in [key for key in state if key.endswith("lora_A0")]:
         stem, r = key.removesuffix("A0"), state[f"{key.removesuffix('A0')}B"].size(1)
         both = [state[f"{stem}{name}"].unflatten(0, (-1, r)) for name in ("A", "A0")]  # (P, r, n_in)

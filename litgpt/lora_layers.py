@@ -18,6 +18,8 @@ from torch import Tensor
 from litgpt.layers import StackedLinear, grouped_linear, upcast
 from litgpt.peft import WrappedLinear, dense_weight
 
+START = ("lora_A0", "lora_B0")  # where PiSSA started
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -123,7 +125,7 @@ class LoRALayer(nn.Module):
             return
         nn.init.kaiming_uniform_(self.lora_A, a=5**0.5)
         nn.init.zeros_(self.lora_B)
-        if self.holder.weight.is_meta:
+        if self.lora_A.is_meta:
             return
         if self.use_pissa:
             pairs = [_principal(part, self.r) for part in self._updated_parts(upcast(dense_weight(self.holder)))]
@@ -140,8 +142,7 @@ class LoRALayer(nn.Module):
         """LoRA's tensors by name, for `rows` with B in front."""
         if self.rows is not None:
             return {name: stacked[self.rows.index] for name, stacked in self.bank.items()}
-        names = ("lora_A", "lora_B", "lora_magnitude", "lora_A0", "lora_B0")
-        return {name: getattr(self, name) for name in names if hasattr(self, name)}
+        return {name: getattr(self, name) for name in ("lora_A", "lora_B", *(START if self.use_pissa else ()))}
 
     def _updates(self, down: Callable[[Tensor], Tensor], up: Callable[[Tensor, Tensor], Tensor]) -> Iterator[Tensor]:
         """The update of each part that has one: `scaling * up(down(A), B)`, less where PiSSA started."""

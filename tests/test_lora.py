@@ -484,3 +484,25 @@ def test_removing_and_replacing_an_adapter() -> None:
     adapters.add("other", variant_state_dict(trained), trained.config)  # type: ignore[arg-type]
     adapters.use("other")
     torch.testing.assert_close(logits(adapters.model, ids(1, 5)), logits(trained, ids(1, 5)), atol=2e-5, rtol=1e-5)
+
+
+# Quantized bases
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_update_beside_a_weight_in_four_bits(dora: bool) -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    layer = LoRALinear(64, 128, r=4, lora_alpha=8, bias=False, use_dora=dora)
+    quantized = bnb.nn.Linear4bit(64, 128, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+    quantized.weight = bnb.nn.Params4bit(layer.linear.weight.data, requires_grad=False, quant_type="nf4")
+    layer.linear = quantized.to("cpu")
+    nn.init.normal_(layer.lora_B)
+    x = torch.randn(2, 3, 64)
+    weight = bnb.functional.dequantize_4bit(quantized.weight.data, quantized.weight.quant_state)
+    weight = weight + 2 * layer.lora_B @ layer.lora_A
+    if dora:
+        weight = weight / weight.norm(dim=1, keepdim=True) * layer.lora_magnitude[:, None]
+    torch.testing.assert_close(layer(x), x @ weight.T, atol=1e-4, rtol=0)
+    with pytest.raises(ValueError, match="cannot be merged into a quantized weight"):
+        layer.merge()
