@@ -16,12 +16,12 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = re.findall(r"^```(bash|python)\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
 
 
-def test_there_are_three_examples() -> None:
-    assert [language for language, _ in EXAMPLES] == ["bash", "python", "python"]
+def test_there_are_four_examples() -> None:
+    assert [language for language, _ in EXAMPLES] == ["bash", "python", "python", "bash"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("language", "code"), EXAMPLES, ids=["command", "llm", "module"])
+@pytest.mark.parametrize(("language", "code"), EXAMPLES, ids=["command", "llm", "module", "finetuning"])
 def test_example_runs(language: str, code: str, smollm2_gguf: Path, tmp_path: Path) -> None:
     command = ["bash", "-euc", code] if language == "bash" else [sys.executable, "-c", code]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
