@@ -68,7 +68,7 @@ class Data:
         return SimpleNamespace(dataset=self.train, num_workers=self.num_workers)
 
     def val_dataloader(self) -> Any:
-        return SimpleNamespace(dataset=self.val)
+        return SimpleNamespace(dataset=self.val, num_workers=0)
 
 
 def write_checkpoint(folder: Path, seed: int = 0, **config: Any) -> Path:
