@@ -86,7 +86,7 @@ def setup(
     arguments = dict(locals())
     from litgpt.lora import GPT, mark_only_lora_as_trainable
     from litgpt.peft import load_variant, variant_state_dict
-    from litgpt.scripts.merge_lora import merge_lora
+    from litgpt.scripts.merge_lora import finish_lora
     from litgpt.train.command import finetune
     from litgpt.train.method import Method
 
@@ -101,6 +101,6 @@ def setup(
         variant_state_dict,
         load_variant,
         lr_scale=speed,
-        finalise=merge_lora,
+        finalise=finish_lora,
     )
     finetune(method, arguments)
