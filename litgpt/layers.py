@@ -304,7 +304,7 @@ def route(
     choice = scores if correction is None else scores + correction
     if config.n_expert_groups is not None:
         choice = _mask_groups(choice, config)
-    indices = choice.topk(config.n_expert_per_token, dim=-1).indices
+    _, indices = choice.topk(config.n_expert_per_token, dim=-1)
     weights = scores.gather(-1, indices)
     if config.moe_router == "topk_softmax":
         weights = weights.softmax(dim=-1)
