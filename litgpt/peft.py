@@ -101,7 +101,7 @@ def dense_weight(linear: nn.Module) -> Tensor:
     """
     if isinstance(linear.weight, nn.Module):  # of experts
         return cast(Any, linear.weight).dense()
-    weight = cast(Tensor, linear.weight)
+    weight: Tensor = linear.weight
     if (state := getattr(weight, "quant_state", None)) is not None:
         from bitsandbytes.functional import dequantize_4bit
 
