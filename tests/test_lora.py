@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from litgpt import lora, model
 from litgpt.checkpoint.convert import save_litgpt
 from litgpt.errors import UserError
+from litgpt.generate.compiled import CompiledDecode
 from litgpt.kvcache import KVCache
 from litgpt.lora import Config, LoRALinear, LoRAQKVLinear
 from litgpt.lora_adapters import LoRAAdapters
@@ -447,6 +449,26 @@ def test_an_adapter_a_row(feature: str, fields: dict[str, Any]) -> None:
         adapters.model(tokens[:2])
     adapters.use("small")
     torch.testing.assert_close(logits(adapters.model, tokens), logits(alone["small"], tokens), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("feature", ["grouped-query", "all at once"])
+@torch.no_grad()
+def test_decoding_an_adapter_a_row_compiles_to_one_graph(feature: str) -> None:
+    torch._dynamo.reset()
+    adapters, _ = several(feature)
+    made = adapters.model
+    adapters.use_rows(["other", None, "small"])
+    caches = [KVCache.from_config(made.config, batch_size=3, max_length=16, dtype=torch.float32) for _ in range(2)]
+    for cache in caches:
+        made(ids(3, 4), cache=cache)
+    counter = CompileCounterWithBackend("aot_eager")
+    decode = CompiledDecode(made, backend=counter)
+    for t in range(4):
+        token = ids(3, 1, seed=t)
+        compiled = decode(token, caches[0], caches[0].plan(1))
+        torch.testing.assert_close(compiled, made(token, cache=caches[1]), atol=1e-4, rtol=0)
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
 
 
 def test_adapters_that_do_not_fit() -> None:
