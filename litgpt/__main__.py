@@ -131,8 +131,10 @@ def _dispatch(argv: list[str]) -> None:
 
 
 def _suggest(name: str) -> str:
-    close = difflib.get_close_matches(name, COMMANDS, n=3)
-    if close:
+    best = difflib.get_close_matches(name.lower(), COMMANDS, n=1)
+    if best:  # and those that are about as likely: names that begin alike are many
+        similarity = difflib.SequenceMatcher(None, name.lower(), best[0]).ratio()
+        close = difflib.get_close_matches(name.lower(), COMMANDS, n=3, cutoff=similarity - 0.05)
         return f"did you mean {' or '.join(close)}?"
     return f"the commands are {', '.join(COMMANDS)}; see `litgpt --help`"
 

@@ -101,7 +101,7 @@ def test_the_end_of_the_turn_stops_and_is_hidden(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quantize": "bnb.nf4"}, "not available yet"),
+        ({"quantize": "no-such-bits"}, "no-such-bits"),
         ({"max_new_tokens": -1}, "max_new_tokens .* -1"),
         ({"num_samples": 0}, "num_samples .* 0"),
         ({"prompt": "x" * 100}, "tokens, .* 64"),
