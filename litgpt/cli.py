@@ -78,7 +78,7 @@ def build_parser(name: str, function: Callable[..., Any]) -> ArgumentParser:
 
 
 def join_class_options(parser: ArgumentParser, argv: list[str], name: str) -> list[str]:
-    """Replace `--name.class_path C` and `--name.KEY VALUE` by one `--name` with all of it.
+    """Replace `--name`, `--name.class_path C` and `--name.KEY VALUE` by one value with all of it.
 
     The parser takes a name or a whole dictionary for an argument of the type `str | dict`, but not the name and then
     single values of what it is made with, such as `--optimizer SGD --optimizer.lr 0.1`. What the single values are
@@ -109,7 +109,8 @@ def join_class_options(parser: ArgumentParser, argv: list[str], name: str) -> li
         spec = {"class_path": values.pop("class_path")}
     arguments_of_class = {key: _as_value(value) for key, value in values.items()}
     spec["init_args"] = {**spec.get("init_args", {}), **arguments_of_class}
-    return [*rest, f"--{name}", json.dumps(spec)]
+    # As a configuration: a dictionary for the option itself upsets the parser after one from a file
+    return [*rest, "--config", json.dumps({name: spec})]
 
 
 def _as_value(text: str) -> Any:

@@ -21,7 +21,9 @@ import yaml
 
 from litgpt.__main__ import main
 from litgpt.checkpoint.convert import load_model
+from litgpt.cli import build_parser, join_class_options
 from litgpt.constants import is_available
+from litgpt.finetune.full import setup
 from litgpt.model import GPT
 from litgpt.train.state import describe_arguments
 from tests.tiny_training import rows, write_checkpoint
@@ -291,3 +293,31 @@ def test_mistakes(
     run: Command, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str, code: int
 ) -> None:
     assert message in refusal(capsys, run, "lora", *flags, code=code)
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--optimizer", "SGD", "--optimizer.lr", "0.5"], {"class_path": "SGD", "init_args": {"lr": 0.5}}),
+        (["--optimizer.lr=1e-4"], {"class_path": "AdamW", "init_args": {"lr": 1e-4}}),
+        (
+            ["--optimizer.class_path", "torch.optim.SGD", "--optimizer.init_args.nesterov", "true"],
+            {"class_path": "torch.optim.SGD", "init_args": {"nesterov": True}},
+        ),
+        (
+            ["--config", "FILE", "--optimizer.init_args.lr", "0.1"],
+            {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.1, "betas": [0.9, 0.95]}},
+        ),
+        (
+            ["--config", "FILE", "--optimizer", "SGD", "--optimizer.lr", "1"],
+            {"class_path": "SGD", "init_args": {"lr": 1}},
+        ),
+        (["--optimizer", "SGD"], "SGD"),
+    ],
+)
+def test_options_of_the_optimizer(args: list[str], expected: Any, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 2e-4, betas: [0.9, 0.95]}}\n")
+    parser = build_parser("finetune_full", setup)
+    argv = join_class_options(parser, ["base", *(str(file) if arg == "FILE" else arg for arg in args)], "optimizer")
+    assert parser.parse_args(argv).optimizer == expected

@@ -15,6 +15,8 @@ from litgpt.errors import UserError
 from litgpt.kvcache import KVCache
 from litgpt.model import GPT
 
+# One graph a batch size and size of cache, of all engines in the process; torch's own limit of 8 would end in an error
+MAX_GRAPHS = 256
 StepFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, KVCache], torch.Tensor]
 
 
@@ -34,6 +36,8 @@ class CompiledDecode:
         self, model: GPT, backend: Any = "inductor", compiler: Callable[[StepFunction], StepFunction] | None = None
     ) -> None:
         self.model = model
+        config = torch._dynamo.config
+        config.recompile_limit = max(config.recompile_limit, MAX_GRAPHS)
         options: dict[str, Any] | None = None
         if backend == "inductor" and model.transformer.wte.weight.is_cpu:
             from litgpt.generate.matvec import MatVecPass

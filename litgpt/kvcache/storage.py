@@ -78,12 +78,11 @@ class PlainStore(Store):
     A backward pass may need the buffers as a step with gradients has left them, so what follows works on copies.
     """
 
-    _needed = False  # by a backward pass, perhaps
-
     def __init__(
         self, spec: LayerSpec, batch_size: int, dtype: torch.dtype | None = None, device: torch.device | None = None
     ) -> None:
         super().__init__(spec, batch_size, dtype, device)
+        self._needed = False  # by a backward pass, perhaps
         self.k: torch.Tensor
         self.v: torch.Tensor
         for name, size in _widths(spec).items():
