@@ -1,6 +1,6 @@
 # Licensed under the Apache License 2.0, see the LICENSE file.
 
-"""Random programs of ragged feeding, decoding, rewinding, resetting and forking against the cache-free forward pass.
+"""Random programs against the cache-free forward pass: ragged feeding, decoding, rewinding, resetting, forking, files.
 
 Planted faults show that these programs find what they are meant to find.
 """
@@ -10,7 +10,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +21,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from litgpt.attention import KVView, Step
+from litgpt.checkpoint import cache_file
+from litgpt.checkpoint.cache_file import load_rows, save_rows
 from litgpt.kvcache import KVCache, LayerSpec
 from litgpt.kvcache.exact import ExactCache
 from litgpt.kvcache.quantized import QuantizedBuffer
+from litgpt.kvcache.rows import RowState
 from litgpt.kvcache.storage import PlainStore
 from litgpt.model import GPT
 from litgpt.rope import Rope
@@ -31,6 +36,10 @@ from tests.tiny_cached import FEATURES, MAX_LENGTH, TOLERANCE, VOCABULARY, cache
 
 WINDOW = 5  # of the kind that bounds global layers
 KINDS = ("dense", f"window:{WINDOW}")
+MIX = [
+    *FEATURES,
+    *["experts"] * 4,
+]  # a mixture of experts computes the rows of a batch together, so it comes more often
 
 
 @functools.cache
@@ -48,6 +57,7 @@ class Program:
 
     def __init__(self, feature: str, kind: str, batch_size: int, slack: int) -> None:
         self.model, self.reference = model_of(feature), reference_of(feature, kind)
+        self.kind, self.slack = kind, slack
         self.cache = cache_of(self.model, kind, batch_size, slack=slack)
         self.rows: list[list[int]] = [[] for _ in range(batch_size)]
 
@@ -72,6 +82,18 @@ class Program:
         self.cache.reset_row(row)
         self.rows[row] = []
 
+    def through_a_file(self) -> None:
+        """Go on with a new cache that read from a file what the old one wrote."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "rows"
+            save_rows(path, self.model, self.kind, [self.cache.export_row(b) for b in range(len(self.rows))], self.rows)
+            states, self.rows = load_rows(path, self.model, self.kind)
+        depths = [self.cache.max_rewind(b) for b in range(len(self.rows))]
+        self.cache = cache_of(self.model, self.kind, len(self.rows), slack=self.slack)
+        for b, state in enumerate(states):
+            self.cache.import_row(b, state)
+        assert [self.cache.max_rewind(b) for b in range(len(self.rows))] == depths
+
     def fork(self, source: int, target: int) -> None:
         self.cache.import_row(target, self.cache.export_row(source))
         self.rows[target] = list(self.rows[source])
@@ -82,7 +104,7 @@ def run_random_program(data: st.DataObject, feature: str, kind: str, batch_size:
     rows = range(batch_size)
     token = st.integers(0, VOCABULARY - 1)
     for _ in range(data.draw(st.integers(6, 14))):
-        op = data.draw(st.sampled_from(["feed"] * 4 + ["decode"] * 2 + ["rewind"] * 6 + ["reset", "fork"]))
+        op = data.draw(st.sampled_from(["feed"] * 4 + ["decode"] * 2 + ["rewind"] * 6 + ["reset", "fork", "file"]))
         if op in ("feed", "decode"):
             most = 1 if op == "decode" else data.draw(st.sampled_from([slack, 13]))
             counts = [min(data.draw(st.integers(0, most)), MAX_LENGTH - len(row)) for row in program.rows]
@@ -93,6 +115,8 @@ def run_random_program(data: st.DataObject, feature: str, kind: str, batch_size:
             program.rewind([data.draw(st.sampled_from([0, n // 2, n, n])) for n in limits])
         elif op == "reset":
             program.reset(data.draw(st.sampled_from(rows)))
+        elif op == "file":
+            program.through_a_file()
         else:
             program.fork(data.draw(st.sampled_from(rows)), data.draw(st.sampled_from(rows)))
 
@@ -109,7 +133,7 @@ def programs(max_examples: int) -> Callable[[], None]:
         phases=(Phase.generate,),
         report_multiple_bugs=False,
     )
-    @given(st.data(), st.sampled_from(list(FEATURES)), st.sampled_from(KINDS), st.integers(1, 3), st.integers(1, 5))
+    @given(st.data(), st.sampled_from(MIX), st.sampled_from(KINDS), st.integers(1, 3), st.integers(1, 5))
     @torch.no_grad()
     def check(data: st.DataObject, feature: str, kind: str, batch_size: int, slack: int) -> None:
         run_random_program(data, feature, kind, batch_size, slack)
@@ -135,8 +159,10 @@ def fixed_program(feature: str, kind: str) -> None:
         program.feed([draw[0][:12], draw[1][:3]])  # longer than the rings
         program.feed([draw[0][12:14], draw[1][3:5]])  # in place
         program.rewind([2, 1])
+        program.through_a_file()
         program.feed([draw[2][:9], draw[3][:1]])  # longer than the slack, over rewound slots
         program.fork(0, 1)
+        program.through_a_file()
         program.feed([draw[2][:1], draw[4][:1]])
         program.reset(0)
         program.feed([draw[5][:1], draw[4][1:8]])
@@ -270,6 +296,28 @@ def scales_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def files_forget_the_high_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    state_of = cache_file._state_of
+
+    def forgetful(*args: Any) -> RowState:
+        state = state_of(*args)
+        return dataclasses.replace(state, high=state.length)
+
+    monkeypatch.setattr(cache_file, "_state_of", forgetful)
+
+
+def files_lose_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    state_of = cache_file._state_of
+
+    def lossy(*args: Any) -> RowState:
+        state = state_of(*args)
+        for buffer in state.buffers.values():
+            buffer[:, -1:] = 0
+        return state
+
+    monkeypatch.setattr(cache_file, "_state_of", lossy)
+
+
 @torch.no_grad()
 def int8_is_near_dense() -> None:
     model, ids = model_of("grouped"), random_ids((1, 20), 0, VOCABULARY)
@@ -284,6 +332,10 @@ def test_int8_is_near_dense() -> None:
 
 def fixed_forks() -> None:
     fixed_program("grouped", "dense")
+
+
+def fixed_files() -> None:
+    fixed_program("sliding", "dense")
 
 
 def failing_forwards() -> None:
@@ -302,6 +354,8 @@ def rows_too_long() -> None:
     ("plant", "check"),
     [
         (fork_shares_its_source, fixed_forks),  # random programs find it too, after many
+        (files_forget_the_high_mark, fixed_files),
+        (files_lose_a_slot, fixed_files),
         (a_failed_forward_commits, failing_forwards),
         (stale_slots_are_not_cleared, stale_nans),
         (a_row_may_grow_past_the_end, rows_too_long),
