@@ -254,7 +254,6 @@ def test_prompt_longer_than_the_context(fails: Fails, folder: Path) -> None:
         ("top_k", "-3"),
         ("min_p", "2"),
         ("repetition_penalty", "0"),
-        ("quantize", "nf4"),
         ("precision", "bf17"),
         ("device", "tpu"),
         ("prompt_style", "no_such_style"),
@@ -269,6 +268,8 @@ def test_settings_out_of_range(fails: Fails, folder: Path, option: str, value: s
 def test_setting_of_the_wrong_type(fails: Fails, folder: Path) -> None:
     error, _ = fails(*generate(folder), "--max_new_tokens", "many", code=2)
     assert error == "--max_new_tokens takes an integer, not 'many'"
+    error, _ = fails(*generate(folder), "--quantize", "nf4", code=2)
+    assert error.startswith("--quantize takes bnb.nf4, ")
 
 
 # The other commands
