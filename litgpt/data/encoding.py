@@ -106,11 +106,12 @@ class Encoder:
         prompt = self.style.apply(messages[:index], tools=sample.tools) if index else ""
         begin = len(prompt) if index and text.startswith(prompt) else None
         if begin is not None and content.strip():
-            if text.startswith(content, begin):
-                return begin, self._end_of_turn(text, begin + len(content), message)
             shift = len(text) - begin - len(text[begin:].lstrip())
-            if text.startswith(content.strip(), begin + shift):
-                return begin, self._end_of_turn(text, begin + shift + len(content.strip()), message)
+            for skip, written in ((0, content), (shift, content.strip())):
+                stop = begin + skip + len(written)
+                # Otherwise it may be something the format writes that only begins like the answer: "<" and "<think>".
+                if text.startswith(written, begin + skip) and (end := self._end_of_turn(text, stop, message)) > stop:
+                    return begin, end
         # The format changes the answer, or what it writes before depends on what comes later.
         probe = self._finished(sample, [*messages[:index], {**message, "content": _PROBE}, *messages[index + 1 :]])
         before, _, after = probe.partition(_PROBE)
