@@ -23,6 +23,7 @@ from litgpt.checkpoint.adapter_files import (
     save_state,
 )
 from litgpt.checkpoint.convert import save_litgpt
+from litgpt.checkpoint.save import FolderWriter
 from litgpt.config import Config
 from litgpt.errors import MissingFileError, UserError
 from litgpt.model import GPT
@@ -132,6 +133,33 @@ def test_files_of_litgpt_0_5_13(case: str, tmp_path: Path) -> None:
         ours = model(torch.arange(12)[None] * 7 % 113)[0, -1, :6]
     torch.testing.assert_close(ours, torch.tensor(expected), atol=2e-5, rtol=0)
     assert variant_state_dict(model).keys() == state.keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "n_groups", "says"), [("adapter", 2, True), ("adapter", 1, False), ("lora", 2, False)]
+)
+def test_prompts_of_litgpt_0_5_13_were_trained_otherwise(
+    kind: str, n_groups: int, says: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Config(**TOY | {"n_query_groups": n_groups})
+    save_litgpt(GPT(config), config, tmp_path / "base")
+    shapes = lora_file() if kind == "lora" else adapter_file()
+    state = {name: wave(name, shape) for name, shape in shapes.items()}
+    torch.save({"model": state}, tmp_path / VARIANTS[kind].file_name)
+    settings = {"lora_r": 4, **dict(zip(FLAGS, ON["lora"], strict=True))}
+    (tmp_path / "hyperparameters.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    load_finetuned(tmp_path / "base", open_adapter(tmp_path))
+    assert ("against rows of the attention's weights in another order" in caplog.text) == says
+
+
+def test_our_prompts_need_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_base(tmp_path / "base", n_head=4, n_query_groups=2)
+    write_finetuned("adapter", tmp_path / "base", tmp_path / "out")
+    name = VARIANTS["adapter"].file_name
+    with FolderWriter(tmp_path / "folder") as writer, writer.file(name) as path:
+        save_state(read_state(tmp_path / "out" / name), path)
+    load_finetuned(tmp_path / "base", open_adapter(tmp_path / "folder"))
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize("kind", VARIANTS)

@@ -23,6 +23,7 @@ from litgpt.__main__ import main
 from litgpt.checkpoint.convert import load_model
 from litgpt.cli import build_parser, join_class_options
 from litgpt.constants import is_available
+from litgpt.data import LIMA
 from litgpt.finetune.full import setup
 from litgpt.model import GPT
 from litgpt.train.state import describe_arguments
@@ -238,6 +239,7 @@ def test_hyperparameters_run_the_same_again(run: Command, base: Path, tmp_path: 
 def test_description_of_arguments() -> None:
     described = describe_arguments({"a": Path("x") / "y", "access_token": "t", "b": (1, 2.5), "c": {"d": None}})
     assert described == {"a": "x/y", "b": [1, 2.5], "c": {"d": None}}
+    assert "hf_verysecret" not in str(describe_arguments({"data": LIMA(access_token="hf_verysecret")}))
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
@@ -254,6 +256,42 @@ def test_precision(run: Command, base: Path, tmp_path: Path, method: str, precis
     if method == "lora":
         learnt = read(out / "final" / FILES["lora"])["model"]
         assert {tensor.dtype for tensor in learnt.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_under_a_kv_cache(run: Command, method: str) -> None:
+    """A cache that keeps everything changes nothing but memory and time."""
+    flags = ("--train.max_steps", "3", "--precision", "32-true")
+    straight, cached = run(method, *flags), run(method, *flags, "--kv_cache", "dense", "--chunk_size", "8", name="b")
+    found, expected = (read(out / "final" / FILES[method])["model"] for out in (cached, straight))
+    dropout = method == "lora"  # drawn in other places of the chunks
+    for name, tensor in expected.items():
+        if not dropout:
+            torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=0)
+    losses = [[float(row["loss"]) for row in rows(out) if row.get("loss")] for out in (straight, cached)]
+    assert losses[0] == pytest.approx(losses[1], abs=0.1 if dropout else 1e-4)
+    evicting = run(method, *flags, "--kv_cache", "h2o:8", "--chunk_size", "8", name="c")
+    assert [float(row["loss"]) for row in rows(evicting) if row.get("loss")] != losses[1]
+
+
+@pytest.mark.parametrize("mode", ["block", "selective"])
+@pytest.mark.parametrize("method", METHODS)
+def test_checkpointed_activations_change_nothing(run: Command, method: str, mode: str) -> None:
+    flags = ("--train.max_steps", "3", "--precision", "32-true")
+    straight, again = run(method, *flags), run(method, *flags, "--train.checkpoint_activations", mode, name="b")
+    found, expected = (read(out / "final" / FILES[method])["model"] for out in (again, straight))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("quantize", ["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "torchao.int8"])
+@pytest.mark.parametrize("method", ["lora", "adapter", "adapter_v2"])
+def test_on_a_quantized_base(run: Command, method: str, quantize: str) -> None:
+    pytest.importorskip(quantize.split(".")[0].replace("bnb", "bitsandbytes"))
+    out = run(method, "--train.epochs", "4", "--quantize", quantize, "--precision", "32-true")
+    losses = [float(row["loss"]) for row in rows(out) if row.get("loss")]
+    assert losses[-1] < losses[0] - 0.1
+    assert read(out / "final" / FILES[method])["model"]
 
 
 def test_frozen_weights_are_held_in_16_bits(base: Path) -> None:
@@ -287,6 +325,11 @@ def test_the_result_generates(run: Command, capsys: pytest.CaptureFixture[str]) 
         (("--train.epochs", "null"), "nothing says when training ends", 1),
         (("--train.max_seq_length", "0"), "--train.max_seq_length must be at least 1", 1),
         (("--quantize", "bnb.int3"), "--quantize", 2),
+        (("--kv_cache", "int8"), "a KV cache in int8 has no gradient", 1),
+        (("--kv_cache", "ring:3"), "unknown kind of KV cache 'ring:3'", 1),
+        (("--kv_cache", "dense", "--chunk_size", "0"), "--chunk_size must be at least 1", 2),
+        (("--kv_cache", "dense", "--train.packing", "pack"), "a KV cache cannot hold joined samples", 1),
+        (("--kv_cache", "dense", "--precision", "16-mixed"), "use --precision bf16-mixed", 1),
     ],
 )
 def test_mistakes(

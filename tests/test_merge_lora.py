@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from litgpt.checkpoint import convert
-from litgpt.checkpoint.adapter_files import read_state
+from litgpt.checkpoint.adapter_files import base_and_adapter, read_state
 from litgpt.checkpoint.save import check_manifest
 from litgpt.errors import MissingFileError, UserError
 from litgpt.model import GPT
@@ -142,6 +142,18 @@ def test_redone_exactly_when_an_input_changed(tmp_path: Path) -> None:
     fourth = stamp(out)
     merge_lora(out, precision="bf16-true")
     assert stamp(out) != fourth
+
+
+def test_a_merge_that_is_out_of_date_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_base(tmp_path / "base")
+    write_finetuned("lora", tmp_path / "base", tmp_path / "out")
+    merge_lora(tmp_path / "out")
+    caplog.clear()
+    assert base_and_adapter(tmp_path / "out") == (tmp_path / "out", None)
+    assert caplog.text == ""
+    write_finetuned("lora", tmp_path / "base", tmp_path / "out", seed=5)
+    assert base_and_adapter(tmp_path / "out") == (tmp_path / "out", None)
+    assert "merged before lit_model.pth.lora changed" in caplog.text
 
 
 def test_a_merge_of_somebody_else_is_replaced(tmp_path: Path) -> None:

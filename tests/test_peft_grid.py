@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from litgpt import adapter, adapter_v2, ia3, lora, model
+from litgpt.attention import Step
 from litgpt.config import Config
 from litgpt.generate.compiled import CompiledDecode
 from litgpt.kvcache import KVCache, LayerSpec
@@ -203,6 +204,15 @@ def cached_logits(made: model.GPT, ids: Tensor) -> Tensor:
     return torch.cat([made(chunk, cache=cache) for chunk in ids.split([5, 1, 1, 1, 4], dim=1)], dim=1)  # type: ignore[misc]
 
 
+def packed_logits(made: model.GPT, ids: Tensor) -> Tensor:
+    """Logits of all rows joined in one, behind a row of another length."""
+    first = random_ids((1, 5), seed=4, vocab_size=VOCABULARY)
+    row = torch.cat([first, ids.flatten()[None]], dim=1)
+    logits = made(row, step=Step.packed([[5, *[ids.size(1)] * len(ids)]], ids.device))
+    assert isinstance(logits, Tensor)
+    return logits[0, 5:].unflatten(0, ids.shape)
+
+
 @pytest.mark.parametrize("variant", list(VARIANTS))
 @pytest.mark.parametrize("feature", list(FEATURES))
 def test_cell(feature: str, variant: str) -> None:
@@ -233,6 +243,7 @@ def test_cell(feature: str, variant: str) -> None:
         after = made(ids)
         assert not torch.allclose(after, before, atol=100 * tolerance)
         torch.testing.assert_close(cached_logits(made, ids), after, atol=tolerance, rtol=0)
+        torch.testing.assert_close(packed_logits(made, ids), after, atol=tolerance, rtol=0)
         if row.merges:
             lora.merge_lora_weights(made)
             torch.testing.assert_close(made(ids), after, atol=tolerance, rtol=0)

@@ -270,7 +270,7 @@ def test_relative_sinks_equal_plain_loops() -> None:
 
 
 def no_gradient_from_later_chunks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ReplayLayer, "collect", lambda self: None)
+    patch.setattr(ReplayLayer, "collect", lambda self, at, earlier: None)
 
 
 def evicted_one_query_late(patch: pytest.MonkeyPatch) -> None:
@@ -294,9 +294,8 @@ def all_groups_as_the_first(patch: pytest.MonkeyPatch) -> None:
 def old_tokens_without_their_order(patch: pytest.MonkeyPatch) -> None:
     collect = ReplayLayer.collect
 
-    def shifted(self: ReplayLayer) -> None:
-        self._at = self._at.roll(1, 2)
-        collect(self)
+    def shifted(self: ReplayLayer, at: Tensor, earlier: Sequence[Tensor]) -> None:
+        collect(self, at.roll(1, 2), earlier)
 
     patch.setattr(ReplayLayer, "collect", shifted)
 

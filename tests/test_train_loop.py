@@ -18,12 +18,12 @@ from litgpt.args import EvalArgs
 from litgpt.errors import UserError
 from litgpt.model import GPT
 from litgpt.tokenizer import Tokenizer
-from litgpt.train.batches import IGNORE
+from litgpt.train.batches import IGNORE, collate
 from litgpt.train.evaluate import answer_example, undisturbed
-from litgpt.train.objective import noisy_embeddings
+from litgpt.train.objective import CachedObjective, Objective, noise_size, noisy_embeddings
 from litgpt.train.optimizer import make_optimizer
-from tests.tiny_text import tiny_config, write_tokenizer
-from tests.tiny_training import ADAMW, Samples, make_run, rows
+from tests.tiny_text import VOCAB_SIZE, tiny_config, write_tokenizer
+from tests.tiny_training import ADAMW, Samples, make_run, rows, weights_of
 
 NEVER = 10**6
 
@@ -31,10 +31,6 @@ NEVER = 10**6
 def new_model(seed: int = 0) -> GPT:
     torch.manual_seed(seed)
     return GPT(tiny_config())
-
-
-def weights(model: GPT) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
@@ -89,26 +85,40 @@ def test_evaluation_and_examples_change_nothing(tmp_path: Path, alpha: float | N
             tokenizer=tokenizer,
         )
         run.train()
-        found.append(weights(model))
+        found.append(weights_of(model))
     assert len(rows(tmp_path / "1")) == 3 + 2 + 2  # the last evaluation is the final one
     assert_equal(*found)
 
 
-def test_neftune_changes_training_and_only_training() -> None:
-    embedding = torch.nn.Embedding(50, 32)
-    ids = torch.randint(50, (3, 7))
-    plain = embedding(ids)
-    with noisy_embeddings(embedding, 5.0):
-        noise = embedding(ids) - plain
-        embedding.eval()
-        assert torch.equal(embedding(ids), plain)
-    size = 5.0 / math.sqrt(7 * 32)
-    assert 0.95 * size < float(noise.detach().abs().max()) <= size * (1 + 1e-5)
-    assert float(noise.std()) == pytest.approx(size / math.sqrt(3), rel=0.1)
-    embedding.train()
-    assert torch.equal(embedding(ids), plain)
-    with noisy_embeddings(embedding, None):
-        assert torch.equal(embedding(ids), plain)
+@pytest.mark.parametrize("packed", [False, True])
+def test_neftune_goes_by_the_length_of_each_sample(packed: bool) -> None:
+    """The noise of a token is up to alpha / sqrt(tokens of its sample * width), however samples share a pass."""
+    data, embedding = Samples(5), torch.nn.Embedding(VOCAB_SIZE, 256)
+    batch = collate([data[i] for i in range(5)], packed=packed)
+    plain = embedding(batch.input_ids)
+    with noisy_embeddings(embedding, noise_size(batch, 5.0, 256, plain.device)):
+        noise = (embedding(batch.input_ids) - plain).detach()
+    rows = noise[0].split(batch.lengths) if packed else [row[:n] for row, n in zip(noise, batch.lengths, strict=True)]
+    assert len(set(batch.lengths)) > 1
+    for row, n in zip(rows, batch.lengths, strict=True):
+        size = 5.0 / math.sqrt(n * 256)
+        assert 0.99 * size < float(row.abs().max()) <= size * (1 + 1e-5)
+        assert float(row.std()) == pytest.approx(size / math.sqrt(3), rel=0.1)
+    assert torch.equal(embedding(batch.input_ids), plain)
+
+
+@pytest.mark.parametrize("kind", [None, "dense"])
+def test_neftune_is_for_training(kind: str | None) -> None:
+    data, model = Samples(3), new_model()
+    batch = collate([data[i] for i in range(3)])
+
+    def objective(alpha: float | None) -> Objective:
+        return Objective(model, 20, alpha) if kind is None else CachedObjective(model, 20, kind, 4, alpha)
+
+    plain = float(objective(None).train()(batch))
+    assert float(objective(5.0).eval()(batch)) == plain
+    assert abs(float(objective(5.0).train()(batch)) - plain) > 1e-3
+    assert float(objective(None).train()(batch)) == plain
 
 
 def test_undisturbed_restores_everything() -> None:
@@ -154,7 +164,7 @@ def test_validation_loss_is_the_mean_over_tokens(tmp_path: Path) -> None:
 
 def test_fewer_samples_than_a_batch_still_train(tmp_path: Path) -> None:
     model = new_model()
-    before = weights(model)
+    before = weights_of(model)
     make_run(tmp_path, Samples(5), model=model, global_batch_size=16).train()
     assert len(rows(tmp_path)) == 1
     assert not torch.equal(before["lm_head.weight"], model.state_dict()["lm_head.weight"])

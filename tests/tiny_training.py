@@ -91,6 +91,8 @@ def make_run(
     num_workers: int = 0,
     seed: int = 1,
     tokenizer: Any = None,
+    kv_cache: str | None = None,
+    chunk_size: int = 1024,
     **train: Any,
 ) -> Run:
     """A training on the CPU that has not begun."""
@@ -110,7 +112,14 @@ def make_run(
         tmp_path,
         Companions(model.config, {}, {}, None),
         tokenizer,
+        kv_cache,
+        chunk_size,
     )
+
+
+def weights_of(model: GPT) -> dict[str, Tensor]:
+    """A copy of a model's tensors, by name."""
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 def rows(out_dir: Path, without: Sequence[str] = TIMES) -> list[dict[str, str]]:

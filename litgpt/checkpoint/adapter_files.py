@@ -10,6 +10,8 @@ Face PEFT does the same job and is read by `litgpt.checkpoint.peft_folder`.
 from __future__ import annotations
 
 import dataclasses
+import json
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,7 +30,7 @@ from litgpt.checkpoint.hub import CHECKPOINTS, resolve
 from litgpt.checkpoint.peft_config import CONFIG_FILE, read_peft_config
 from litgpt.checkpoint.peft_folder import read_peft, write_peft
 from litgpt.checkpoint.plan import Plan, build_empty, plain_state, plan_import
-from litgpt.checkpoint.save import atomic_write
+from litgpt.checkpoint.save import atomic_write, hash_file, read_manifest
 from litgpt.checkpoint.source import LITGPT_FILE, Source, open_source
 from litgpt.checkpoint.tables import table_for
 from litgpt.checkpoint.torch_file import TorchFile
@@ -36,6 +38,8 @@ from litgpt.config import Config
 from litgpt.errors import MissingFileError, UserError
 from litgpt.model import GPT
 from litgpt.peft import VariantGPT, load_variant, variant_filter, variant_state_dict
+
+logger = logging.getLogger(__name__)
 
 HYPERPARAMETERS = "hyperparameters.yaml"
 _HF_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -63,6 +67,7 @@ class Variant:
         return import_module(f"litgpt.{self.name}").GPT
 
 
+MERGE_RECORD = "merged_from.json"  # what a merged model was made of
 VARIANTS = {name: Variant(name) for name in ("lora", "adapter", "adapter_v2", "ia3")}
 
 
@@ -215,8 +220,28 @@ def base_and_adapter(path: Path) -> tuple[Path, Adapter | None]:
         return path, None
     if not any((path / name).is_file() for name in _WHOLE_MODELS):
         return find_base(adapter), adapter
-    merged = isinstance(adapter, PeftFolder) or adapter.variant.name == "lora"
-    return path, None if merged else adapter
+    if isinstance(adapter, AdapterFile) and adapter.variant.name != "lora":
+        return path, adapter
+    _warn_of_old_merge(path)
+    return path, None
+
+
+def _warn_of_old_merge(folder: Path) -> None:
+    """Say so when the model in a folder was merged from another LoRA than the one beside it."""
+    if not (folder / MERGE_RECORD).is_file():
+        return
+    try:
+        made_of = json.loads((folder / MERGE_RECORD).read_text(encoding="utf-8"))["lora"].items()
+    except (ValueError, KeyError, AttributeError):
+        return
+    changed = [name for name, digest in made_of if (folder / name).is_file() and hash_file(folder / name) != digest]
+    if changed:
+        logger.warning(
+            "the model in %s was merged before %s changed; `litgpt merge_lora %s` merges again",
+            folder,
+            " and ".join(changed),
+            folder,
+        )
 
 
 def find_base(adapter: Adapter, given: str | Path | None = None) -> Path:
@@ -284,6 +309,8 @@ def load_finetuned(
         except TypeError as error:
             raise UserError(f"{adapter.path} has settings of the wrong kind: {error}") from error
         config = plan_import(source, config).config
+    if isinstance(adapter, AdapterFile):
+        _warn_of_old_prompts(adapter, config)
     origin = f"{adapter.path}, put on {base},"
     load_variant(build_empty(gpt_class, config), learnt.state, origin)  # says what is wrong before anything is loaded
     model = load_model(base, gpt_class=gpt_class, dtype=dtype, device=device, config=config, filled=filled)
@@ -293,6 +320,19 @@ def load_finetuned(
                 parameter.data = parameter.data.to(next(iter(learnt.state.values())).dtype)
     load_variant(model, learnt.state, origin)
     return model
+
+
+def _warn_of_old_prompts(adapter: AdapterFile, config: Config) -> None:
+    """LitGPT up to 0.5 read the keys and values of prompts from the wrong rows, unless all heads share one pair."""
+    if adapter.variant.name not in ("adapter", "adapter_v2") or config.latent_attention or config.n_query_groups == 1:
+        return
+    if not read_manifest(adapter.folder):  # it has none
+        logger.warning(
+            "%s was not written by this version: LitGPT 0.5 trained the prompts of models like this one, with %d "
+            "key/value heads, against rows of the attention's weights in another order, so answers may be worse here",
+            adapter.path,
+            config.n_query_groups,
+        )
 
 
 def base_state(model: VariantGPT) -> dict[str, Tensor]:

@@ -30,6 +30,8 @@ def setup(
     access_token: str | None = None,
     overwrite: bool = False,
     strategy: Strategy = "auto",
+    kv_cache: str | None = None,
+    chunk_size: int = 1024,
     adapter_prompt_length: int = 10,
     adapter_start_layer: int = 2,
 ) -> None:
@@ -54,6 +56,9 @@ def setup(
         access_token: For a repository that is not public; default $HF_TOKEN.
         overwrite: Replace the checkpoints of an earlier run in out_dir.
         strategy: How several devices share the work: ddp, each with a copy of the model, or fsdp, which divides it.
+        kv_cache: Train on long samples under a KV cache of this kind, as generate takes it, a chunk at a time: dense
+            changes nothing but memory and time; window:1024, h2o:1024 and others learn to do with what they keep.
+        chunk_size: Tokens that go through that KV cache at once.
         adapter_prompt_length: Tokens of the prompt of a layer.
         adapter_start_layer: The first layer with a prompt.
     """

@@ -32,6 +32,8 @@ def setup(
     access_token: str | None = None,
     overwrite: bool = False,
     strategy: Strategy = "auto",
+    kv_cache: str | None = None,
+    chunk_size: int = 1024,
 ) -> None:
     """Finetune all weights of a model.
 
@@ -53,6 +55,9 @@ def setup(
         access_token: For a repository that is not public; default $HF_TOKEN.
         overwrite: Replace the checkpoints of an earlier run in out_dir.
         strategy: How several devices share the work: ddp, each with a copy of the model, or fsdp, which divides it.
+        kv_cache: Train on long samples under a KV cache of this kind, as generate takes it, a chunk at a time: dense
+            changes nothing but memory and time; window:1024, h2o:1024 and others learn to do with what they keep.
+        chunk_size: Tokens that go through that KV cache at once.
     """
     arguments = dict(locals())
     from litgpt.model import GPT

@@ -39,6 +39,8 @@ def setup(
     resume: bool | Literal["auto"] | Path = False,
     overwrite: bool = False,
     strategy: Strategy = "auto",
+    kv_cache: str | None = None,
+    chunk_size: int = 1024,
     use_rslora: bool = False,
     use_dora: bool = False,
     lora_init: Literal["default", "pissa"] = "default",
@@ -76,6 +78,9 @@ def setup(
         resume: Go on from a step folder: its path; true for the latest in out_dir; auto for the same if there is one.
         overwrite: Replace the checkpoints of an earlier run in out_dir.
         strategy: How several devices share the work: ddp, each with a copy of the model, or fsdp, which divides it.
+        kv_cache: Train on long samples under a KV cache of this kind, as generate takes it, a chunk at a time: dense
+            changes nothing but memory and time; window:1024, h2o:1024 and others learn to do with what they keep.
+        chunk_size: Tokens that go through that KV cache at once.
         use_rslora: Scale by lora_alpha / sqrt(lora_r) instead.
         use_dora: Learn the norm of each weight's rows apart from their direction.
         lora_init: pissa starts from the largest singular values of the weights.

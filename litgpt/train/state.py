@@ -32,6 +32,7 @@ from litgpt.prompts import PromptStyle, save_prompt_style
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "train_state.pth"
+SECRET = "access_token"  # of a command and of data; never written
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -203,7 +204,7 @@ def keep_latest(out_dir: Path, count: int | None) -> None:
 
 def describe_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a command as plain values for a YAML file that the command reads, without secrets."""
-    return {name: _plain(value) for name, value in arguments.items() if name != "access_token"}
+    return {name: _plain(value) for name, value in arguments.items() if name != SECRET}
 
 
 def _plain(value: Any) -> Any:
@@ -212,10 +213,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, PromptStyle):
         return _instance(value, value.init_args())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+        names = [f.name for f in dataclasses.fields(value) if f.init and f.name != SECRET]
+        fields = {name: _plain(getattr(value, name)) for name in names}
         return fields if type(value).__module__ == "litgpt.args" else _instance(value, fields)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _plain(item) for key, item in value.items() if key != SECRET}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
