@@ -106,7 +106,7 @@ class RMSNorm(_TrainedNorm, base.RMSNorm):
     """Root mean square norm that is trained."""
 
 
-class LayerNorm(_TrainedNorm, nn.LayerNorm):
+class LayerNorm(_TrainedNorm, base.LayerNorm):
     """Layer norm that is trained."""
 
 

@@ -52,7 +52,7 @@ class Config:
     norm_class_name: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     norm_eps: float = 1e-5
     norm_qk: bool = False
-    norm_qk_type: Literal["default", "olmo2"] = "default"  # per head | over the full width
+    norm_qk_type: Literal["default", "olmo2", "each_head"] = "default"  # by head | full width | by head, own weights
     post_attention_norm: bool = False
     post_mlp_norm: bool = False
     parallel_residual: bool = True
@@ -101,11 +101,14 @@ class Config:
     family: str | None = None  # the row of the key tables, named as Hugging Face's `model_type`
     prompt_style: str | None = None  # named style for checkpoints without a chat template
     tie_embeddings: bool = False  # `lm_head.weight` is `transformer.wte.weight`
-    norm_unit_offset: bool = False  # RMSNorm multiplies by (1 + weight)
+    norm_unit_offset: bool = False  # norms multiply by (1 + weight)
     norm_affine: bool = True  # LayerNorm has a weight
     norm_bias: bool = True  # LayerNorm has a bias (only with `norm_affine`)
     attn_proj_bias: bool | None = None  # None: as `bias`
     mlp_bias: bool | None = None  # None: as `bias`
+    clip_qkv: float | None = None  # queries, keys and values are clamped to it before they are rotated
+    query_growth: float | None = None  # at position p queries count 1 + it * ln(1 + p // original_max_seq_len)
+    learned_positions: bool = False  # an embedding of the position is added to that of the token: `transformer.wpe`
     attention_sinks: bool = False  # one learned extra logit a head takes part in the softmax
     attention_multiplier: float | None = (
         None  # scale of the scores; None: attention_scores_scalar or head size, ** -0.5
@@ -113,6 +116,7 @@ class Config:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logit_multiplier: float = 1.0
+    mlp_activation: Literal["gelu", "relu2"] = "gelu"  # of a GptNeoxMLP; relu2 is the square of ReLU
     moe_router: MoERouter | None = None  # None: "sigmoid" with expert groups, else "topk_softmax", as LitGPT does
     moe_router_bias: bool = False
     moe_correction_bias: bool = False  # added to the scores for choosing experts, never for weighing them

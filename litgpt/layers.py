@@ -59,12 +59,51 @@ class RMSNorm(nn.Module):
         nn.init.constant_(self.weight, 0.0 if self.add_unit_offset else 1.0)
 
 
+class LayerNorm(nn.LayerNorm):
+    """Layer norm, https://arxiv.org/abs/1607.06450, over the last dimension.
+
+    Args:
+        size: width of the last dimension.
+        add_unit_offset: multiply by `1 + weight` (Nemotron).
+        **options: those of `nn.LayerNorm`.
+    """
+
+    def __init__(self, size: int, add_unit_offset: bool = False, **options: Any) -> None:
+        self.add_unit_offset = add_unit_offset
+        super().__init__(size, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension of `x`."""
+        weight = self.weight + 1 if self.add_unit_offset else self.weight
+        return F.layer_norm(x, self.normalized_shape, weight, self.bias, self.eps)
+
+    def reset_parameters(self) -> None:
+        """Set weight and bias to the neutral values."""
+        super().reset_parameters()
+        if self.add_unit_offset:
+            nn.init.zeros_(self.weight)
+
+
+class HeadNorm(nn.Module):
+    """The norm of each head of `(..., n_head, size)`, whose weights are its own (StableLM 2)."""
+
+    def __init__(self, n_head: int, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(n_head, size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension of `x`."""
+        return F.layer_norm(x, x.shape[-1:], eps=self.eps) * self.weight
+
+
 def build_norm(config: Config, size: int, eps: float | None = None) -> nn.Module:
     """The norm that a config asks for, over `size` elements."""
     eps = config.norm_eps if eps is None else eps
     if config.norm_class_name == "RMSNorm":
         return RMSNorm(size, eps=eps, add_unit_offset=config.norm_unit_offset)
-    return nn.LayerNorm(size, eps=eps, elementwise_affine=config.norm_affine, bias=config.norm_bias)
+    options: dict[str, Any] = {"elementwise_affine": config.norm_affine, "bias": config.norm_bias}
+    return LayerNorm(size, config.norm_unit_offset, eps=eps, **options)
 
 
 class LayersBase:
@@ -88,6 +127,12 @@ class LayersBase:
         """A norm over `size` elements."""
         return build_norm(config, size, eps)
 
+    def head_norm(self, config: Config, path: str, n_head: int, size: int) -> nn.Module:
+        """A norm over the `size` elements of each of `n_head` heads, of whatever kind the config asks for."""
+        if config.norm_qk_type == "each_head":
+            return HeadNorm(n_head, size, config.norm_eps)
+        return self.norm(config, path, size if config.norm_qk_type == "default" else n_head * size)
+
 
 def gated_activation(config: Config, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """SwiGLU, or its clamped form of gpt-oss when the config has a limit (https://arxiv.org/abs/2508.10925)."""
@@ -103,7 +148,7 @@ def _mlp_bias(config: Config) -> bool:
 
 
 class GptNeoxMLP(nn.Module):
-    """Two linear maps with a GELU between them."""
+    """Two linear maps with a GELU, or a squared ReLU, between them."""
 
     layers_class: type[LayersBase] = LayersBase
 
@@ -124,7 +169,10 @@ class GptNeoxMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`(B, T, C) -> (B, T, C)`."""
-        return self.proj(F.gelu(self.fc(x), approximate=self.config.gelu_approximate))
+        x = self.fc(x)
+        if self.config.mlp_activation == "relu2":
+            return self.proj(F.relu(x).square())
+        return self.proj(F.gelu(x, approximate=self.config.gelu_approximate))
 
 
 class LLaMAMLP(nn.Module):

@@ -24,6 +24,7 @@ from litgpt.kvcache import batched_index_select
 from litgpt.layers import (
     GemmaMLP,
     GptNeoxMLP,
+    LayerNorm,
     LayersBase,
     LLaMAMLP,
     LLaMAMoE,
@@ -45,6 +46,7 @@ __all__ = [
     "KVCache",
     "LLaMAMLP",
     "LLaMAMoE",
+    "LayerNorm",
     "Layers",
     "MultiheadLatentAttention",
     "RMSNorm",
@@ -80,9 +82,13 @@ class Layers(LayersBase):
 
 
 class Transformer(nn.ModuleDict):
-    """The embedding `wte`, the blocks `h` and the final norm `ln_f`, under the names that checkpoints use."""
+    """The embedding `wte`, the blocks `h` and the final norm `ln_f`, under the names that checkpoints use.
+
+    With `Config.learned_positions` also the embedding of positions `wpe`.
+    """
 
     wte: nn.Embedding
+    wpe: nn.Embedding
     h: nn.ModuleList
     ln_f: nn.Module
 
@@ -113,6 +119,8 @@ class GPT(nn.Module):
                 "ln_f": layers.norm(config, "ln_f", config.n_embd),
             }
         )
+        if config.learned_positions:
+            self.transformer["wpe"] = nn.Embedding(config.block_size, config.n_embd)
         if config.tie_embeddings:
             self.tie_weights()
         self.register_load_state_dict_pre_hook(_match_tie)
@@ -266,6 +274,12 @@ class GPT(nn.Module):
         if step is None:
             step = Step.without_cache(idx.size(1), idx.device)
         x = self.embed(idx)
+        if self.config.learned_positions:
+            if cache is not None and cache.max_length > self.config.block_size:
+                raise ValueError(
+                    f"a KV cache of {cache.max_length} positions: this model has learned {self.config.block_size}"
+                )
+            x = x + self.transformer.wpe(step.pos.clamp_min(0))
         if step.start is None:  # what stands at padding must not matter: zero times NaN would
             x = x.masked_fill((step.pos < 0).unsqueeze(-1), 0)
         length = step.reach if cache is None else cache.rope_length
@@ -485,9 +499,8 @@ class CausalSelfAttention(nn.Module):
         )
         self.proj = layers.linear(config, f"{path}.proj", "proj", q_size, config.n_embd, proj_bias)
         if config.norm_qk:
-            per_head = config.norm_qk_type == "default"
-            self.norm_q = layers.norm(config, f"{path}.norm_q", config.head_size if per_head else q_size)
-            self.norm_k = layers.norm(config, f"{path}.norm_k", config.head_size if per_head else kv_size)
+            self.norm_q = layers.head_norm(config, f"{path}.norm_q", config.n_head, config.head_size)
+            self.norm_k = layers.head_norm(config, f"{path}.norm_k", config.n_query_groups, config.head_size)
         self.sinks = nn.Parameter(torch.zeros(config.n_head)) if config.attention_sinks else None
         self.window = config.layer_window(block_idx)
         self.scale = config.attention_scale
@@ -522,15 +535,19 @@ class CausalSelfAttention(nn.Module):
         if config.norm_qk and config.norm_qk_type == "olmo2":
             q, k, v = qkv.split((n_head * size, n_groups * size, n_groups * size), dim=-1)
             qkv = torch.cat((self.norm_q(q), self.norm_k(k), v), dim=-1)
+        if (limit := config.clip_qkv) is not None:
+            qkv = qkv.clamp(-limit, limit)
         heads = qkv.view(x.size(0), x.size(1), -1, size)  # (B, T, H + 2G, D)
         qk, v = heads.narrow(2, 0, n_head + n_groups), heads.narrow(2, n_head + n_groups, n_groups)
-        if config.norm_qk and config.norm_qk_type == "default":
+        if config.norm_qk and config.norm_qk_type != "olmo2":
             q, k = qk.split((n_head, n_groups), dim=2)
             qk = torch.cat((self.norm_q(q), self.norm_k(k)), dim=2)
         if rope is not None:
             qk = rotate(qk, rope)  # queries and keys in one go
         qk = qk.transpose(1, 2)
         q, k = qk.narrow(1, 0, n_head), qk.narrow(1, n_head, n_groups)
+        if rope is not None and rope.query_scale is not None:
+            q = q * rope.query_scale.transpose(1, 2)
         return q, k, v.transpose(1, 2)
 
     def attend(self, q: torch.Tensor, view: KVView, step: Step) -> torch.Tensor:

@@ -18,11 +18,15 @@ if TYPE_CHECKING:
 
 
 class RopeRows(NamedTuple):
-    """Cosine and signed sine of one forward pass, each `(B, T, 1, n_rotated)`, B being 1 when all rows agree."""
+    """Cosine and signed sine of one forward pass, each `(B, T, 1, n_rotated)`, B being 1 when all rows agree.
+
+    `query_scale` `(B, T, 1, 1)` is a factor on the queries that depends on the position, None being 1.
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
     interleave: bool = False
+    query_scale: torch.Tensor | None = None
 
 
 def inverse_frequencies(
@@ -165,6 +169,7 @@ class Rope:
             return [None] * self.config.n_layer
         made: dict[int, RopeRows | None] = {-1: None}
         positions = positions.clamp_min(0)[:, :, None, None].float()
+        query_scale = self._query_scale(positions, dtype)
         for table in self.tables:
             inv_freq, factor = self.frequencies(table, length, positions.device)
             angles = positions * inv_freq  # (B, T, 1, n_rotated), float32
@@ -174,8 +179,16 @@ class Rope:
                 sin = -sin
             elif factor != 1.0:
                 cos, sin = cos * factor, sin * factor
-            made[table] = RopeRows(cos.to(dtype), sin.to(dtype), self.config.rope_interleave)
+            made[table] = RopeRows(cos.to(dtype), sin.to(dtype), self.config.rope_interleave, query_scale)
         return [made[self.config.layer_rope(n)] for n in range(self.config.n_layer)]
+
+    def _query_scale(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """Queries far into the text look more sharply, as those of Llama 4 do; https://arxiv.org/abs/2501.19399."""
+        if (growth := self.config.query_growth) is None:
+            return None
+        adjustments = self.config.rope_adjustments or {}
+        length = adjustments.get("original_max_seq_len", self.config.block_size)
+        return (1 + growth * torch.log1p((positions / length).floor())).to(dtype)
 
 
 def rotated_elements(n_elem: int, head_size: int) -> int:
@@ -204,7 +217,7 @@ def rotate(x: torch.Tensor, rows: RopeRows) -> torch.Tensor:
     Returns:
         Tensor like `x`; elements past `n_rotated` are passed through.
     """
-    cos, sin, interleave = rows
+    cos, sin, interleave = rows[:3]
     n = cos.size(-1)
     turned, rest = (x, None) if x.size(-1) == n else (x[..., :n], x[..., n:])
     if interleave:

@@ -20,6 +20,7 @@ from tests import tiny
 from tests.published_configs import (
     DEEPSEEK_V3,
     EVERY_TYPE,
+    FALCON_7B,
     GEMMA_2_2B,
     GEMMA_3_4B,
     GPT_OSS,
@@ -33,14 +34,17 @@ from tests.published_configs import (
 
 # SHA-256 of the fields that LitGPT 0.5.13 has for these models: `fingerprint` over its own `configs`.
 LITGPT_FINGERPRINTS = {
+    "falcon": "1502a2838dfb6cc7",
     "gemma": "de4e74864ab8ead2",
     "llama": "6c211e61f6ae4de0",
     "llama_others": "ae2d8ec8b7195f4f",
     "mistral": "6ce969e1044bc658",
+    "olmo": "1e052bd2fefe49b3",
     "phi": "4df0faa053160031",
     "pythia": "59f7bdcfca787d4b",
     "qwen": "5bd24f80fb1ea22b",
     "smollm": "29cef80b2c9fa457",
+    "stablelm": "1cbbd918c4ba1472",
 }
 
 
@@ -48,6 +52,8 @@ def old_spelling(v5: dict[str, Any]) -> dict[str, Any]:
     """What transformers 4 wrote for the same model."""
     out = dict(v5)
     out["torch_dtype"] = out.pop("dtype", None)
+    if "rope_parameters" not in v5:
+        return out
     rope = copy.deepcopy(out.pop("rope_parameters"))
     out.pop("layer_types", None) if v5["model_type"] in ("qwen2", "qwen3") else None
     if "full_attention" in rope:
@@ -80,16 +86,18 @@ def test_layers_are_those_of_transformers(name: str) -> None:
     model = tiny.tiny_hf_model(name)
     hf, config = model.config, Config.from_hf(model.config.to_dict())
     backbone = getattr(model, model.base_model_prefix)
-    rotary = backbone.rotary_emb
-    for i, layer in enumerate(backbone.layers):
-        attention = getattr(layer, "self_attn", None) or layer.attention
-        assert config.attention_scale == pytest.approx(attention.scaling, rel=1e-6)
+    for i, layer in enumerate(backbone.h if hasattr(backbone, "h") else backbone.layers):
+        parts = dict(layer.named_children())
+        attention = next(part for name, part in parts.items() if name.startswith(("self_att", "att")))
+        scale = attention.beta if hf.model_type == "falcon" else attention.scaling
+        assert config.attention_scale == pytest.approx(scale, rel=1e-6)
         kind = getattr(hf, "layer_types", None)
         window = getattr(hf, "sliding_window", None)
         sliding = kind[i] == "sliding_attention" if kind else window is not None
         assert config.layer_window(i) == (window if sliding else None)
         assert config.layer_is_moe(i) == (hasattr(layer.mlp, "experts"))
-    if "sliding_attention" not in hf.rope_parameters:
+    if hasattr(backbone, "rotary_emb") and "sliding_attention" not in hf.rope_parameters:
+        rotary = backbone.rotary_emb
         adjustments = config.rope_adjustments or {}
         assert adjustments.get("attention_factor", 1.0) == pytest.approx(rotary.attention_scaling, rel=1e-6)
         assert len(rotary.inv_freq) == -(-config.rope_n_elem // 2)
@@ -175,6 +183,29 @@ def test_dense_layers_between_mixtures() -> None:
     assert [config.layer_is_moe(i) for i in range(3)] == [True, False, True]
     config = Config.from_hf(QWEN3_30B | {"decoder_sparse_step": 2})
     assert [config.layer_is_moe(i) for i in range(3)] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("change", "groups", "parallel", "shared"),
+    [
+        ({}, 1, True, True),
+        ({"multi_query": False}, 71, True, True),
+        ({"multi_query": False, "parallel_attn": False}, 71, False, False),
+        ({"new_decoder_architecture": True, "num_kv_heads": 71}, 71, True, False),
+        ({"new_decoder_architecture": True, "num_kv_heads": 71, "num_ln_in_parallel_attn": 1}, 71, True, True),
+    ],
+)
+def test_decoders_of_falcon(change: dict[str, Any], groups: int, parallel: bool, shared: bool) -> None:
+    config = Config.from_hf(FALCON_7B | change)
+    assert config.n_query_groups == groups
+    assert (config.parallel_residual, config.shared_attention_norm) == (parallel, shared)
+
+
+def test_falcon_with_alibi_is_refused() -> None:
+    with pytest.raises(UserError, match="alibi is true, only rotary positions are supported"):
+        Config.from_hf(FALCON_7B | {"alibi": True})
+    with pytest.raises(UserError, match="new_decoder_architecture without parallel_attn"):
+        Config.from_hf(FALCON_7B | {"new_decoder_architecture": True, "parallel_attn": False})
 
 
 def test_a_biased_and_an_unbiased_neox() -> None:
@@ -349,7 +380,7 @@ def test_models_have_litgpts_values(module: str) -> None:
 
 
 def test_spot_rows() -> None:
-    assert len(configs) == len(name_to_config) >= 185
+    assert len(configs) == len(name_to_config) >= 212  # those of LitGPT 0.5.13 and Gemma 3 270M
     config = Config.from_name("Gemma-2-27b-it")
     assert (config.n_layer, config.attention_scores_scalar, config.sliding_window_indices) == (46, 144, [1, 0] * 23)
     assert (config.family, config.prompt_style) == ("gemma2", "gemma")

@@ -33,6 +33,7 @@ SIZES: dict[str, Any] = {
 }
 MOE = {"mlp_class_name": "LLaMAMoE", "n_expert": 3, "n_expert_per_token": 2, "moe_intermediate_size": 7}
 SANDWICH = {"post_attention_norm": True, "post_mlp_norm": True}
+POST_NORM = {**SANDWICH, "norm_1": False, "norm_2": False}
 NEOX = {"norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "bias": True, "parallel_residual": True}
 LATENT = {"q_lora_rank": 6, "kv_lora_rank": 5, "qk_rope_head_dim": 2, "qk_nope_head_dim": 3, "v_head_dim": 4}
 DEEPSEEK_V2 = {
@@ -57,6 +58,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "phi3": {},
     "deepseek_v2": DEEPSEEK_V2,
     "deepseek_v3": {**DEEPSEEK_V2, "moe_correction_bias": True},
+    "olmo": {"norm_class_name": "LayerNorm", "norm_affine": False},
+    "olmo2": {**POST_NORM, "norm_qk": True, "norm_qk_type": "olmo2"},
+    "falcon": {**NEOX, "bias": False, "n_query_groups": 1, "shared_attention_norm": True},
+    "stablelm": {"norm_class_name": "LayerNorm", "attn_bias": True, "norm_qk": True, "norm_qk_type": "each_head"},
     "gpt_oss": {**MOE, "attn_bias": True, "attention_sinks": True, "mlp_bias": True, "moe_router_bias": True},
 }
 
@@ -117,6 +122,28 @@ def test_names_match_as_a_whole(family: str) -> None:
         for wrong in (f"{name}x", f"{name}.weight.weight", f"x.{name}"):
             assert not table.import_links(wrong, config), wrong
     assert not table.export_links("transformer.h.0.attn.qkv.lora_A", config)
+
+
+def test_names_depend_on_the_decoder_where_the_family_has_several() -> None:
+    norms = {"norm_1": "ln_attn", "norm_2": "ln_mlp"}
+    for ours, theirs in norms.items():
+        (link,) = TABLES["falcon"].export_links(
+            f"transformer.h.1.{ours}.bias", make_config("falcon", shared_attention_norm=False)
+        )
+        assert link.theirs == f"transformer.h.1.{theirs}.bias"
+    (link,) = TABLES["falcon"].export_links("transformer.h.1.norm_1.bias", make_config("falcon"))
+    assert link.theirs == "transformer.h.1.input_layernorm.bias"
+
+
+def test_a_norm_for_each_head() -> None:
+    config, table = make_config("stablelm"), TABLES["stablelm"]
+    links = table.export_links("transformer.h.0.attn.norm_k.weight", config)
+    path = "model.layers.0.self_attn.k_layernorm.norms."
+    assert [link.theirs for link in links] == [f"{path}0.weight", f"{path}1.weight"]
+    whole = torch.arange(10.0).view(2, 5)
+    assert torch.equal(links[1].our_view(whole), whole[1])
+    assert len(table.import_links(f"{path}1.weight", config)) == 1
+    assert not table.import_links(f"{path}2.weight", config), "there are two heads"
 
 
 def test_unknown_family() -> None:
@@ -247,6 +274,7 @@ def test_early_litgpt_attention_is_reordered() -> None:
         ("lm_head.weight", "lm_head.weight"),
         ("language_model.lm_head.weight", "lm_head.weight"),
         ("language_model.norm.weight", "model.norm.weight"),
+        ("model.layers.0.h.weight", "model.layers.0.h.weight"),
     ],
 )
 def test_prefixes(name: str, expected: str) -> None:
@@ -254,6 +282,7 @@ def test_prefixes(name: str, expected: str) -> None:
 
 
 def test_prefix_of_gpt_neox() -> None:
+    assert TABLES["falcon"].canonical("h.0.mlp.dense_h_to_4h.weight") == "transformer.h.0.mlp.dense_h_to_4h.weight"
     table = TABLES["gpt_neox"]
     assert table.canonical("layers.0.attention.dense.bias") == "gpt_neox.layers.0.attention.dense.bias"
     assert table.canonical("embed_out.weight") == "embed_out.weight"

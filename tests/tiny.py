@@ -89,6 +89,8 @@ _DEEPSEEK = {
 }
 _DEEPSEEK_V2 = {key: value for key, value in _DEEPSEEK.items() if key not in ("norm_topk_prob", "num_mtp_layers")}
 _DEEPSEEK_V2["qk_nope_head_dim"] = 8  # transformers reads pairs as complex numbers, so strides must be even
+_FALCON = {"hidden_size": 40, "ffn_hidden_size": 52, "tie_word_embeddings": True}
+_FALCON_NEW = {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}
 _QWEN3_MOE = {
     **_GQA,
     "head_dim": 10,
@@ -195,6 +197,16 @@ def _rows() -> dict[str, Row]:
             },
         ),
         "gpt_oss": Row("GptOssConfig", oss),
+        "olmo": Row("OlmoConfig", {**_GQA, "hidden_size": 40, "clip_qkv": 0.8}),
+        "olmo2": Row("Olmo2Config", {**_GQA, "hidden_size": 40}),
+        "falcon_7b": Row("FalconConfig", {**_FALCON, "multi_query": True}),
+        "falcon_40b": Row("FalconConfig", {**_FALCON_NEW, "bias": True}),
+        "falcon_11b": Row("FalconConfig", {**_FALCON_NEW, "num_ln_in_parallel_attn": 1}),
+        "falcon_sequential": Row("FalconConfig", {**_FALCON, "multi_query": False, "parallel_attn": False}),
+        "stablelm": Row("StableLmConfig", {**_GQA, **neox, "hidden_size": 48, "use_qkv_bias": True}),
+        "stablelm_qk_norm": Row(
+            "StableLmConfig", {**_GQA, **neox, "hidden_size": 48, "qk_layernorm": True, "use_parallel_residual": True}
+        ),
     }
 
 

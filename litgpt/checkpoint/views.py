@@ -19,10 +19,11 @@ Shape = tuple[int, ...]
 
 
 class At(NamedTuple):
-    """What a view may depend on: the model's sizes and, in a mixture of experts, which expert."""
+    """What a view may depend on: the model's sizes, which expert of a mixture, and which head."""
 
     config: Config
     expert: int = 0
+    head: int = 0
 
 
 class View(Protocol):
@@ -93,6 +94,19 @@ class OfExpert:
     def whole(self, piece: Shape, at: At) -> Shape:
         """Return the shape of the stack."""
         return (at.config.n_expert, *piece)
+
+
+@dataclass(frozen=True)
+class OfHead:
+    """One head's row of a tensor that has one for each head."""
+
+    def view(self, whole: Tensor, at: At) -> Tensor:
+        """Return the row."""
+        return whole[at.head]
+
+    def whole(self, piece: Shape, at: At) -> Shape:
+        """Never asked for: all tensors with a row a head are ours."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

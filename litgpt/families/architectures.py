@@ -7,35 +7,13 @@ Defaults are those of the config classes in https://github.com/huggingface/trans
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from litgpt.errors import UserError
+from litgpt.families.architecture import LLAMA, MOE, SHARED, Architecture, experts_only
 from litgpt.families.hf_rope import yarn_mscale
 from litgpt.families.keys import Keys, words
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """How one `model_type` is read.
-
-    Args:
-        fixed: fields that the type implies and the file does not say.
-        keys: the type's own keys and what each means when the file leaves it out.
-        window: layers with the sliding window when `layer_types` is absent: "all", "tail" (from `max_window_layers`
-            on), or a period of which the last layer is global ("alternate" = 2, "pattern" = `sliding_window_pattern`).
-        ignored: keys that this type's files carry and nobody reads.
-        must_be: keys that may be present with this value only.
-        finish: reads what needs more than a rename.
-    """
-
-    fixed: dict[str, Any]
-    keys: dict[str, Any]
-    window: str = ""
-    ignored: frozenset[str] = frozenset()
-    must_be: dict[str, Any] = field(default_factory=dict)
-    finish: Callable[[Keys, dict[str, Any]], None] | None = None
+from litgpt.families.other_architectures import OTHERS
 
 
 def _moe(keys: Keys, fields: dict[str, Any]) -> None:
@@ -46,11 +24,6 @@ def _moe(keys: Keys, fields: dict[str, Any]) -> None:
     indices = [int((i + 1) % step == 0 and i not in dense) for i in range(fields["n_layer"])]
     if not all(indices):
         fields["moe_indices"] = indices
-
-
-def _experts_only(keys: Keys, fields: dict[str, Any]) -> None:
-    """The experts' width is called `intermediate_size` where there is no dense layer."""
-    fields["moe_intermediate_size"] = fields["intermediate_size"]
 
 
 def _latent_attention(keys: Keys, fields: dict[str, Any]) -> None:
@@ -79,14 +52,7 @@ def _deepseek_v2(keys: Keys, fields: dict[str, Any]) -> None:
     _latent_attention(keys, fields)
 
 
-_LLAMA = {
-    "norm_class_name": "RMSNorm",
-    "parallel_residual": False,
-    "bias": False,
-    "rotary_percentage": 1.0,
-    "mlp_class_name": "LLaMAMLP",
-}
-_GEMMA = _LLAMA | {
+_GEMMA = LLAMA | {
     "mlp_class_name": "GemmaMLP",
     "gelu_approximate": "tanh",
     "scale_embeddings": True,
@@ -94,10 +60,8 @@ _GEMMA = _LLAMA | {
     "tie_embeddings": True,
 }
 _GEMMA_2 = _GEMMA | {"post_attention_norm": True, "post_mlp_norm": True}
-_MOE = _LLAMA | {"mlp_class_name": "LLaMAMoE"}
-_DEEPSEEK = _MOE | {"rope_interleave": True}
-_SHARED = {"rms_norm_eps": 1e-6, "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu"}
-_GEMMA_KEYS = _SHARED | {"head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True}
+_DEEPSEEK = MOE | {"rope_interleave": True}
+_GEMMA_KEYS = SHARED | {"head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True}
 _GEMMA_KEYS |= {"attention_bias": False, "use_bidirectional_attention": False}
 _GEMMA_2_KEYS = _GEMMA_KEYS | {
     "hidden_activation": "gelu_pytorch_tanh",
@@ -107,7 +71,7 @@ _GEMMA_2_KEYS = _GEMMA_KEYS | {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
 }
-_QWEN_KEYS = _SHARED | {"max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": 4096}
+_QWEN_KEYS = SHARED | {"max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": 4096}
 _QWEN_KEYS |= {"num_key_value_heads": 32, "max_window_layers": 28}
 _DEEPSEEK_KEYS = {
     "rms_norm_eps": 1e-6,
@@ -120,14 +84,14 @@ _DEEPSEEK_KEYS = {
     "v_head_dim": 128,
 }
 
-ARCHITECTURES: dict[str, Architecture] = {
+ARCHITECTURES: dict[str, Architecture] = OTHERS | {
     "llama": Architecture(
-        _LLAMA,
-        _SHARED | {"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False},
+        LLAMA,
+        SHARED | {"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False},
         must_be={"rope_interleaved": False},
     ),
     "qwen2": Architecture(
-        _LLAMA | {"attn_bias": True},
+        LLAMA | {"attn_bias": True, "attn_proj_bias": None},
         _QWEN_KEYS,
         window="tail",
         must_be={"use_mrope": False},
@@ -135,10 +99,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         ignored=words("dual_chunk_attention_config"),
     ),
     "qwen3": Architecture(
-        _LLAMA | {"norm_qk": True}, _QWEN_KEYS | {"head_dim": 128, "attention_bias": False}, window="tail"
+        LLAMA | {"norm_qk": True}, _QWEN_KEYS | {"head_dim": 128, "attention_bias": False}, window="tail"
     ),
     "qwen3_moe": Architecture(
-        _MOE | {"norm_qk": True, "moe_router": "softmax_topk"},
+        MOE | {"norm_qk": True, "moe_router": "softmax_topk"},
         _QWEN_KEYS
         | {"num_key_value_heads": 4, "attention_bias": False, "norm_topk_prob": False, "moe_intermediate_size": 768}
         | {"num_local_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1},
@@ -147,17 +111,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         finish=_moe,
     ),
     "mistral": Architecture(
-        _LLAMA,
-        _SHARED | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+        LLAMA,
+        SHARED | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
         window="all",
     ),
     "mixtral": Architecture(
-        _MOE | {"moe_router": "topk_softmax"},
-        _SHARED
+        MOE | {"moe_router": "topk_softmax"},
+        SHARED
         | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": None, "rms_norm_eps": 1e-5}
         | {"num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6},
         window="all",
-        finish=_experts_only,
+        finish=experts_only,
     ),
     # The first files say "gelu" and mean its tanh form; `hidden_activation` came later and says the same.
     "gemma": Architecture(
@@ -189,8 +153,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         must_be={"qk_layernorm": False},
     ),
     "phi3": Architecture(
-        _LLAMA,
-        _SHARED
+        LLAMA,
+        SHARED
         | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096}
         | {"sliding_window": None},
         window="all",
@@ -218,14 +182,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         finish=_latent_attention,
     ),
     "gpt_oss": Architecture(
-        _MOE | {"moe_router": "topk_softmax", "moe_router_bias": True, "mlp_bias": True, "attention_sinks": True},
-        _SHARED
+        MOE | {"moe_router": "topk_softmax", "moe_router_bias": True, "mlp_bias": True, "attention_sinks": True},
+        SHARED
         | {"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072}
         | {"sliding_window": 128, "attention_bias": True, "num_local_experts": 128, "num_experts_per_tok": 4}
         | {"swiglu_limit": 7.0, "rope_theta": 150000.0},
         window="alternate",
         must_be={"swiglu_alpha": 1.702},
         ignored=words("initial_context_length"),
-        finish=_experts_only,
+        finish=experts_only,
     ),
 }

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from litgpt.errors import UserError
-from litgpt.families.architectures import ARCHITECTURES, Architecture
+from litgpt.families.architecture import Architecture
+from litgpt.families.architectures import ARCHITECTURES
 from litgpt.families.hf_rope import rope_fields
 from litgpt.families.keys import Keys, Kind, words
 
@@ -33,6 +34,9 @@ RENAMES: dict[str, tuple[str, Kind]] = {
     "use_parallel_residual": ("parallel_residual", "flag"),
     "attention_bias": ("attn_bias", "flag"),
     "mlp_bias": ("mlp_bias", "flag"),
+    "use_bias": ("bias", "flag"),
+    "qk_layernorm": ("norm_qk", "flag"),
+    "clip_qkv": ("clip_qkv", "positive"),
     "query_pre_attn_scalar": ("attention_scores_scalar", "positive"),
     "attn_logit_softcapping": ("attention_logit_softcapping", "positive"),
     "final_logit_softcapping": ("final_logit_softcapping", "positive"),
@@ -60,7 +64,7 @@ REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_si
 NULLABLE = words(
     """
     num_key_value_heads head_dim sliding_window attn_logit_softcapping final_logit_softcapping q_lora_rank n_group
-    topk_group n_shared_experts
+    topk_group n_shared_experts clip_qkv
     """
 )
 
@@ -104,7 +108,7 @@ def read_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     raw, model_type = _text_part(raw, label)
     arch = ARCHITECTURES[model_type]
     _refuse_quantized(raw, label)
-    raw = _one_spelling(raw, label)
+    raw = _one_spelling(raw, SPELLINGS | arch.spellings, label)
     keys = Keys(raw, _ALWAYS | arch.keys, NULLABLE, label)
     fields: dict[str, Any] = arch.fixed | {"family": model_type}
     for key, (name, kind) in RENAMES.items():
@@ -156,10 +160,10 @@ def _text_part(raw: Mapping[str, Any], label: str) -> tuple[Mapping[str, Any], s
     return raw, model_type
 
 
-def _one_spelling(raw: Mapping[str, Any], label: str) -> dict[str, Any]:
+def _one_spelling(raw: Mapping[str, Any], spellings: Mapping[str, str], label: str) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in raw.items():
-        name = SPELLINGS.get(key, key)
+        name = spellings.get(key, key)
         if value is not None and out.get(name) not in (None, value):
             raise UserError(f"{label} gives {name} twice: {out[name]!r} and {value!r}")
         out[name] = out.get(name) if value is None else value
@@ -185,8 +189,8 @@ def _biases(fields: dict[str, Any], model_type: str) -> None:
     if model_type == "gpt_neox":
         has_bias = fields.pop("attn_bias")
         fields |= {} if has_bias else {"bias": False, "mlp_bias": True}
-    elif "attn_bias" in fields and model_type != "qwen2":
-        fields |= {"attn_proj_bias": True} if fields["attn_bias"] else {}
+    elif fields.get("attn_bias") and "attn_proj_bias" not in fields:
+        fields["attn_proj_bias"] = True
     if fields.get("mlp_bias") is False:
         fields["mlp_bias"] = None  # as `bias`
 

@@ -19,7 +19,19 @@ from typing import Any
 from litgpt.errors import UserError
 from litgpt.families.architectures import ARCHITECTURES
 
-MODULES = ("gemma", "llama", "llama_others", "mistral", "phi", "pythia", "qwen", "smollm")
+MODULES = (
+    "falcon",
+    "gemma",
+    "llama",
+    "llama_others",
+    "mistral",
+    "olmo",
+    "phi",
+    "pythia",
+    "qwen",
+    "smollm",
+    "stablelm",
+)
 
 
 @dataclass(frozen=True)
