@@ -57,7 +57,8 @@ def old_spelling(v5: dict[str, Any]) -> dict[str, Any]:
     rope = copy.deepcopy(out.pop("rope_parameters"))
     out.pop("layer_types", None) if v5["model_type"] in ("qwen2", "qwen3") else None
     if "full_attention" in rope:
-        out["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        if v5["model_type"] != "olmo3":
+            out["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
     neox = v5["model_type"] == "gpt_neox"
     out["rotary_emb_base" if neox else "rope_theta"] = rope.pop("rope_theta")

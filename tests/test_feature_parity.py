@@ -50,6 +50,7 @@ OURS: dict[str, Any] = {
     "rope_base": 1000,
 }
 PRE_NORM = {"input_layernorm": "norm_1", "post_attention_layernorm": "norm_2"}
+STRETCHED = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0, "original_max_position_embeddings": 8}
 HALF_ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}}
 
 # name -> (config class, their fields, our fields, their norm names -> ours)
@@ -67,6 +68,36 @@ ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, str]]] = {
             "post_mlp_norm": True,
         },
         {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_mlp_norm"},
+    ),
+    "clamped_queries_keys_and_values": (
+        "OlmoConfig",
+        {"clip_qkv": 0.6},
+        {"norm_class_name": "LayerNorm", "norm_affine": False, "clip_qkv": 0.6},
+        {},
+    ),
+    "a_qk_norm_for_each_head": (
+        "StableLmConfig",
+        {"qk_layernorm": True, **HALF_ROTARY},
+        {"norm_class_name": "LayerNorm", "rotary_percentage": 0.5, "norm_qk": True, "norm_qk_type": "each_head"},
+        PRE_NORM,
+    ),
+    "query_scale_by_position": (
+        "Ministral3Config",
+        {"head_dim": 12, "rope_parameters": {**STRETCHED, "llama_4_scaling_beta": 0.4}},
+        {"query_growth": 0.4, "rope_adjustments": {"rope_type": "linear", "factor": 2.0, "original_max_seq_len": 8}},
+        PRE_NORM,
+    ),
+    "squared_relu_and_layernorm_around_one": (
+        "NemotronConfig",
+        HALF_ROTARY,
+        {
+            "norm_class_name": "LayerNorm",
+            "norm_unit_offset": True,
+            "mlp_class_name": "GptNeoxMLP",
+            "mlp_activation": "relu2",
+            "rotary_percentage": 0.5,
+        },
+        {**PRE_NORM, "mlp.up_proj": "mlp.fc"},
     ),
     "no_rope_by_layer": (
         "SmolLM3Config",
@@ -150,6 +181,10 @@ def port_weights(theirs: dict[str, Tensor], n_layer: int, norms: dict[str, str])
             qkv = [theirs.get(f"{src}self_attn.{p}_proj.{kind}") for p in "qkv"]
             if all(t is not None for t in qkv):
                 ours[f"{dst}attn.qkv.{kind}"] = torch.cat(qkv)
+            for part in "qk":
+                heads = [t for name, t in theirs.items() if name.startswith(f"{src}self_attn.{part}_layernorm.norms.")]
+                if heads and kind == "weight":
+                    ours[f"{dst}attn.norm_{part}.weight"] = torch.stack(heads)
             if (fused := theirs.get(f"{src}mlp.gate_up_proj.{kind}")) is not None:
                 ours[f"{dst}mlp.fc_1.{kind}"], ours[f"{dst}mlp.fc_2.{kind}"] = fused.chunk(2)
     return ours
@@ -166,7 +201,36 @@ def test_feature(name: str) -> None:
     randomize(theirs, seed=3)
     ours = GPT(Config(**{**OURS, **our_fields})).eval()
     ours.load_state_dict(port_weights(theirs.state_dict(), ours.config.n_layer, norms), strict=True)
+    check(ours, theirs)
 
+
+@torch.no_grad()
+def test_learned_positions() -> None:
+    import transformers
+
+    hf_config = transformers.GPT2Config(**{**THEIRS, "n_inner": 52, "tie_word_embeddings": True})
+    theirs = transformers.AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager").float().eval()
+    randomize(theirs, seed=3)
+    fields = {"norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "tanh"}
+    fields |= {"bias": True, "learned_positions": True, "rotary_percentage": 0.0, "n_query_groups": 4}
+    ours = GPT(Config(**{**OURS, **fields})).eval()
+    renames = {"ln_1": "norm_1", "ln_2": "norm_2", "attn.c_attn": "attn.qkv", "attn.c_proj": "attn.proj"}
+    renames |= {"mlp.c_fc": "mlp.fc", "mlp.c_proj": "mlp.proj"}
+    state = {}
+    for name, tensor in theirs.state_dict().items():
+        for old, new in renames.items():
+            name = name.replace(f".{old}.", f".{new}.")
+        is_map = ".attn." in name or ".mlp." in name
+        state[name] = tensor.T if is_map and tensor.ndim == 2 else tensor
+    ours.load_state_dict(state, strict=True)
+    check(ours, theirs)
+    cache = KVCache.from_config(ours.config, "dense", batch_size=1, max_length=65)
+    with pytest.raises(ValueError, match="65 positions: this model has learned 64"):
+        ours(random_ids((1, 3)), cache=cache)
+
+
+def check(ours: GPT, theirs: Any) -> None:
+    """The same logits, in one pass and in chunks with a cache."""
     ids = random_ids((2, LENGTH))
     expected = theirs(ids).logits
     torch.testing.assert_close(ours(ids), expected, atol=1e-4, rtol=0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from litgpt.kvcache import KVCache
-from tests.tiny import NAMES, random_ids, tiny_hf_model, tiny_pair
+from tests.tiny import _DEFAULT_ROPE, _LLAMA4, NAMES, random_ids, tiny_hf_model, tiny_pair
 
 TOLERANCE = 1e-4
 # Below and above every window (5, 6) and original length (16, 32) of the rows.
@@ -83,5 +83,15 @@ def test_the_oracle_is_sensitive() -> None:
         ("gpt_oss", {"swiglu_limit": 7.0}),
         ("deepseek_v3", {"topk_group": 3}),
         ("qwen3_moe", {"norm_topk_prob": False}),
+        ("olmo", {"clip_qkv": None}),
+        ("olmoe", {"clip_qkv": None}),
+        ("cohere2", {"sliding_window": 7}),
+        ("cohere2", {"layer_types": ["sliding_attention"] * 3}),
+        ("exaone4", {"layer_types": ["sliding_attention"] * 3}),
+        ("smollm3", {"no_rope_layer_interval": 3}),
+        ("granite", {"attention_multiplier": 0.3}),
+        ("ministral3", {"rope_parameters": _LLAMA4 | {"llama_4_scaling_beta": 0.0}}),
+        ("olmo3", {"rope_parameters": {"full_attention": _DEFAULT_ROPE, "sliding_attention": _DEFAULT_ROPE}}),
+        ("falcon_40b", {"num_ln_in_parallel_attn": 1}),
     ]:
         assert max_diff(logits(name), logits(name, **overrides)) > 100 * TOLERANCE, (name, overrides)

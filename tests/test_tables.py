@@ -33,6 +33,7 @@ SIZES: dict[str, Any] = {
 }
 MOE = {"mlp_class_name": "LLaMAMoE", "n_expert": 3, "n_expert_per_token": 2, "moe_intermediate_size": 7}
 SANDWICH = {"post_attention_norm": True, "post_mlp_norm": True}
+PARALLEL = {"parallel_residual": True, "shared_attention_norm": True}
 POST_NORM = {**SANDWICH, "norm_1": False, "norm_2": False}
 NEOX = {"norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "bias": True, "parallel_residual": True}
 LATENT = {"q_lora_rank": 6, "kv_lora_rank": 5, "qk_rope_head_dim": 2, "qk_nope_head_dim": 3, "v_head_dim": 4}
@@ -58,6 +59,20 @@ FEATURES: dict[str, dict[str, Any]] = {
     "phi3": {},
     "deepseek_v2": DEEPSEEK_V2,
     "deepseek_v3": {**DEEPSEEK_V2, "moe_correction_bias": True},
+    "cohere2": {"norm_class_name": "LayerNorm", "norm_bias": False, **PARALLEL},
+    "ernie4_5": {"bias": True},
+    "exaone4": {**POST_NORM, "norm_qk": True},
+    "glm": {"attn_bias": True},
+    "glm4": {"attn_bias": True, **SANDWICH},
+    "gpt2": {**NEOX, "parallel_residual": False, "n_query_groups": 4, "learned_positions": True},
+    "granite": {},
+    "helium": {},
+    "ministral3": {},
+    "nemotron": {"norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP"},
+    "olmo3": {**POST_NORM, "norm_qk": True, "norm_qk_type": "olmo2"},
+    "olmoe": {**MOE, "norm_qk": True, "norm_qk_type": "olmo2"},
+    "seed_oss": {"attn_bias": True},
+    "smollm3": {"tie_embeddings": True},
     "olmo": {"norm_class_name": "LayerNorm", "norm_affine": False},
     "olmo2": {**POST_NORM, "norm_qk": True, "norm_qk_type": "olmo2"},
     "falcon": {**NEOX, "bias": False, "n_query_groups": 1, "shared_attention_norm": True},

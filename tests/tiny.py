@@ -89,6 +89,8 @@ _DEEPSEEK = {
 }
 _DEEPSEEK_V2 = {key: value for key, value in _DEEPSEEK.items() if key not in ("norm_topk_prob", "num_mtp_layers")}
 _DEEPSEEK_V2["qk_nope_head_dim"] = 8  # transformers reads pairs as complex numbers, so strides must be even
+_FULL = ["full_attention", "full_attention"]
+_LLAMA4 = {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
 _FALCON = {"hidden_size": 40, "ffn_hidden_size": 52, "tie_word_embeddings": True}
 _FALCON_NEW = {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}
 _QWEN3_MOE = {
@@ -197,6 +199,45 @@ def _rows() -> dict[str, Row]:
             },
         ),
         "gpt_oss": Row("GptOssConfig", oss),
+        "cohere2": Row(
+            "Cohere2Config",
+            {**_GQA, "hidden_size": 40, "num_hidden_layers": 3, "sliding_window": 6, "logit_scale": 0.3}
+            | {
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                "tie_word_embeddings": True,
+            },
+        ),
+        "ernie4_5": Row("Ernie4_5Config", {**_GQA, "head_dim": 10, "use_bias": True}),
+        "exaone4": Row(
+            "Exaone4Config",
+            {**_GQA, "hidden_size": 40, "num_hidden_layers": 3, "sliding_window": 6}
+            | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        ),
+        "exaone4_full": Row("Exaone4Config", {**_GQA, "hidden_size": 40, "sliding_window": None, "layer_types": _FULL}),
+        "glm": Row("GlmConfig", {**_GQA, "head_dim": 12}),
+        "glm4": Row("Glm4Config", {**_GQA, "head_dim": 12}),
+        "gpt2": Row("GPT2Config", {"n_inner": 52, "tie_word_embeddings": True}),
+        "granite": Row(
+            "GraniteConfig",
+            {**_GQA, "hidden_size": 40, "embedding_multiplier": 3.0, "logits_scaling": 4.0}
+            | {"residual_multiplier": 0.7, "attention_multiplier": 0.2},
+        ),
+        "helium": Row("HeliumConfig", {**_GQA, "hidden_size": 40, "head_dim": 10, "attention_bias": True}),
+        "ministral3": Row("Ministral3Config", {**_GQA, "head_dim": 10, "rope_parameters": _LLAMA4}),
+        "nemotron": Row("NemotronConfig", {**_GQA, "head_dim": 12, "attention_bias": True}),
+        "olmo3": Row(
+            "Olmo3Config",
+            {**_GQA, "hidden_size": 40, "num_hidden_layers": 4, "sliding_window": 6}
+            | {"rope_parameters": {"full_attention": _YARN, "sliding_attention": _DEFAULT_ROPE}},
+        ),
+        "olmoe": Row(
+            "OlmoeConfig",
+            {**_GQA, "hidden_size": 40, "num_experts": 6, "num_experts_per_tok": 2, "clip_qkv": 1.1},
+        ),
+        "seed_oss": Row("SeedOssConfig", {**_GQA, "head_dim": 10}),
+        "smollm3": Row(
+            "SmolLM3Config", {**_GQA, "hidden_size": 40, "num_hidden_layers": 3, "no_rope_layer_interval": 2}
+        ),
         "olmo": Row("OlmoConfig", {**_GQA, "hidden_size": 40, "clip_qkv": 0.8}),
         "olmo2": Row("Olmo2Config", {**_GQA, "hidden_size": 40}),
         "falcon_7b": Row("FalconConfig", {**_FALCON, "multi_query": True}),

@@ -19,6 +19,7 @@ from litgpt.checkpoint.table import (
     separate_experts,
     split,
     stacked_experts,
+    transposed,
 )
 from litgpt.checkpoint.views import EveryNth, OfExpert, Transposed
 from litgpt.config import Config
@@ -52,6 +53,10 @@ _SANDWICH_NORMS = (
 _MLP = (
     rename(_L + "mlp.gate_proj", _H + "mlp.fc_1"),
     rename(_L + "mlp.up_proj", _H + "mlp.fc_2"),
+    rename(_L + "mlp.down_proj", _H + "mlp.proj"),
+)
+_FUSED_GATE_UP = (
+    split(_L + "mlp.gate_up_proj", (_H + "mlp.fc_1", _H + "mlp.fc_2")),
     rename(_L + "mlp.down_proj", _H + "mlp.proj"),
 )
 _EXPERTS = (
@@ -107,8 +112,7 @@ _PHI_3 = Table(
         *_NORMS,
         rename(_L + "self_attn.qkv_proj", _H + "attn.qkv"),
         rename(_L + "self_attn.o_proj", _H + "attn.proj"),
-        split(_L + "mlp.gate_up_proj", (_H + "mlp.fc_1", _H + "mlp.fc_2")),
-        rename(_L + "mlp.down_proj", _H + "mlp.proj"),
+        *_FUSED_GATE_UP,
     )
 )
 _POST_NORM = Table(
@@ -152,6 +156,39 @@ _FALCON = Table(
     ),
     prefix="transformer.",
     drop=(r"\.rotary_emb\.inv_freq$", r"\.maybe_rotary\.inv_freq$"),
+)
+_GLM = Table((*_ENDS, *_ATTENTION, *_NORMS, *_FUSED_GATE_UP))
+_GLM_4 = Table(
+    (
+        *_GLM.rules,
+        rename(_L + "post_self_attn_layernorm", _H + "post_attention_norm"),
+        rename(_L + "post_mlp_layernorm", _H + "post_mlp_norm"),
+    )
+)
+_NEMOTRON = Table(
+    (
+        *_ENDS,
+        *_ATTENTION,
+        *_NORMS,
+        rename(_L + "mlp.up_proj", _H + "mlp.fc"),
+        rename(_L + "mlp.down_proj", _H + "mlp.proj"),
+    )
+)
+_GPT_2 = Table(
+    (
+        rename("transformer.wte", "transformer.wte"),
+        rename("transformer.wpe", "transformer.wpe"),
+        rename("transformer.ln_f", "transformer.ln_f"),
+        rename("lm_head", "lm_head"),
+        rename("transformer.h.{i}.ln_1", _H + "norm_1"),
+        rename("transformer.h.{i}.ln_2", _H + "norm_2"),
+        transposed("transformer.h.{i}.attn.c_attn", _H + "attn.qkv"),
+        transposed("transformer.h.{i}.attn.c_proj", _H + "attn.proj"),
+        transposed("transformer.h.{i}.mlp.c_fc", _H + "mlp.fc"),
+        transposed("transformer.h.{i}.mlp.c_proj", _H + "mlp.proj"),
+    ),
+    prefix="transformer.",
+    drop=(r"\.attn\.(masked_)?bias$",),
 )
 _DEEPSEEK = Table(
     (
@@ -211,9 +248,23 @@ TABLES: dict[str, Table] = {
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
     "gpt_oss": _GPT_OSS,
+    "cohere2": _LLAMA,
+    "ernie4_5": _LLAMA,
+    "exaone4": _POST_NORM,
+    "falcon": _FALCON,
+    "glm": _GLM,
+    "glm4": _GLM_4,
+    "gpt2": _GPT_2,
+    "granite": _LLAMA,
+    "helium": _LLAMA,
+    "ministral3": _LLAMA,
+    "nemotron": _NEMOTRON,
     "olmo": _LLAMA,
     "olmo2": _POST_NORM,
-    "falcon": _FALCON,
+    "olmo3": _POST_NORM,
+    "olmoe": _QWEN3_MOE,
+    "seed_oss": _LLAMA,
+    "smollm3": _LLAMA,
     "stablelm": _STABLELM,
 }
 # Our own files: the same names; early LitGPT versions ordered the fused attention weight by group and named it `attn`.

@@ -186,7 +186,11 @@ ARCHITECTURES: dict[str, Architecture] = OTHERS | {
         SHARED
         | {"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072}
         | {"sliding_window": 128, "attention_bias": True, "num_local_experts": 128, "num_experts_per_tok": 4}
-        | {"swiglu_limit": 7.0, "rope_theta": 150000.0},
+        | {"swiglu_limit": 7.0, "rope_theta": 150000.0}
+        | {
+            "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "truncate": False}
+            | {"original_max_position_embeddings": 4096}
+        },
         window="alternate",
         must_be={"swiglu_alpha": 1.702},
         ignored=words("initial_context_length"),

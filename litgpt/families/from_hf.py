@@ -30,13 +30,19 @@ RENAMES: dict[str, tuple[str, Kind]] = {
     "max_position_embeddings": ("block_size", "size"),
     "rms_norm_eps": ("norm_eps", "number"),
     "layer_norm_eps": ("norm_eps", "number"),
+    "norm_eps": ("norm_eps", "number"),
     "tie_word_embeddings": ("tie_embeddings", "flag"),
     "use_parallel_residual": ("parallel_residual", "flag"),
     "attention_bias": ("attn_bias", "flag"),
+    "attention_out_bias": ("attn_proj_bias", "flag"),
     "mlp_bias": ("mlp_bias", "flag"),
     "use_bias": ("bias", "flag"),
     "qk_layernorm": ("norm_qk", "flag"),
     "clip_qkv": ("clip_qkv", "positive"),
+    "embedding_multiplier": ("embedding_multiplier", "number"),
+    "residual_multiplier": ("residual_multiplier", "number"),
+    "attention_multiplier": ("attention_multiplier", "number"),
+    "logit_scale": ("logit_multiplier", "number"),
     "query_pre_attn_scalar": ("attention_scores_scalar", "positive"),
     "attn_logit_softcapping": ("attention_logit_softcapping", "positive"),
     "final_logit_softcapping": ("final_logit_softcapping", "positive"),
@@ -91,7 +97,9 @@ _IGNORED_BEGINNINGS = ("_", "output_")
 
 
 _ALWAYS = {"tie_word_embeddings": False}
-_WRAPPERS = {"gemma3": "gemma3_text"}  # multimodal files; only their `text_config` is read
+# Multimodal files, of which only `text_config` is read, and the type of that where it has none
+_WRAPPERS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+_ALIASES = {"kimi_k2": "deepseek_v3"}  # types that differ from another in nothing but the name
 
 
 def read_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
@@ -118,7 +126,8 @@ def read_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     _activation(keys, fields)
     _biases(fields, model_type)
     indices = _window(keys, fields, arch.window)
-    fields |= rope_fields(keys, fields, indices, model_type)
+    if not fields.get("learned_positions"):
+        fields |= rope_fields(keys, fields, indices, model_type)
     if arch.finish:
         arch.finish(keys, fields)
     _refuse_other_values(keys, arch.must_be)
@@ -145,16 +154,17 @@ def _load(source: Mapping[str, Any] | str | Path) -> tuple[Mapping[str, Any], st
 def _text_part(raw: Mapping[str, Any], label: str) -> tuple[Mapping[str, Any], str]:
     """The part of the file that describes the language model, and its type."""
     model_type = raw.get("model_type")
-    known = ", ".join(sorted([*ARCHITECTURES, *_WRAPPERS]))
+    known = ", ".join(sorted([*ARCHITECTURES, *_WRAPPERS, *_ALIASES]))
     if not isinstance(model_type, str):
         raise UserError(f"{label} has no model_type", f"known types: {known}")
     if model_type in _WRAPPERS:
         text = raw.get("text_config")
         if not isinstance(text, dict):
             raise UserError(f"{label} of type {model_type!r} lacks text_config")
-        model_type = _WRAPPERS[model_type]
+        model_type = str(text.get("model_type") or _WRAPPERS[model_type])
         shared = {key: raw[key] for key in ("tie_word_embeddings", *QUANTIZATION) if key in raw}
         raw = text | shared
+    model_type = _ALIASES.get(model_type, model_type)
     if model_type not in ARCHITECTURES:
         raise UserError(f"{label}: model_type {model_type!r} is not supported", f"known types: {known}")
     return raw, model_type
@@ -178,6 +188,8 @@ def _activation(keys: Keys, fields: dict[str, Any]) -> None:
         fields |= {"mlp_class_name": "GemmaMLP", "gelu_approximate": "tanh" if tanh else "none"}
     elif fields["mlp_class_name"] == "GptNeoxMLP" and (tanh or name == "gelu"):
         fields["gelu_approximate"] = "tanh" if tanh else "none"
+    elif fields["mlp_class_name"] == "GptNeoxMLP" and name == "relu2":
+        fields["mlp_activation"] = name
     elif fields["mlp_class_name"] != "GptNeoxMLP" and name in ("silu", "swish"):
         fields |= {"mlp_class_name": "LLaMAMLP"} if fields["mlp_class_name"] == "GemmaMLP" else {}
     else:
@@ -191,8 +203,9 @@ def _biases(fields: dict[str, Any], model_type: str) -> None:
         fields |= {} if has_bias else {"bias": False, "mlp_bias": True}
     elif fields.get("attn_bias") and "attn_proj_bias" not in fields:
         fields["attn_proj_bias"] = True
-    if fields.get("mlp_bias") is False:
-        fields["mlp_bias"] = None  # as `bias`
+    for name in ("mlp_bias", "attn_proj_bias"):
+        if fields.get(name) is fields.get("bias", True) is False:
+            fields[name] = None  # as `bias`
 
 
 def _window(keys: Keys, fields: dict[str, Any], rule: str) -> list[int] | None:
@@ -207,7 +220,7 @@ def _window(keys: Keys, fields: dict[str, Any], rule: str) -> list[int] | None:
     if rule == "tail":
         start = keys.get("max_window_layers", "count")
         expected = [int(window is not None and i >= start) for i in range(n_layer)]
-    elif rule in ("alternate", "pattern"):
+    elif rule in ("alternate", "pattern") or (rule == "hybrid" and window is not None):
         expected = [int((i + 1) % _period(keys, rule) != 0) for i in range(n_layer)]
     indices = _layer_types(keys, n_layer) or expected
     if rule == "all" and indices != expected:
@@ -223,9 +236,10 @@ def _period(keys: Keys, rule: str) -> int:
     if rule == "alternate":
         return 2
     keys.asked.add("sliding_window_pattern")
-    return keys.get(
-        "_sliding_window_pattern" if "_sliding_window_pattern" in keys.raw else "sliding_window_pattern", "size"
-    )
+    name = "_sliding_window_pattern" if "_sliding_window_pattern" in keys.raw else "sliding_window_pattern"
+    if isinstance(letters := keys.raw.get(name), str) and letters.endswith("G") and letters.count("G") == 1:
+        return len(letters)  # "LLLG": three local layers, then a global one
+    return keys.get(name, "size")
 
 
 def _layer_types(keys: Keys, n_layer: int) -> list[int] | None:

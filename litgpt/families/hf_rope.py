@@ -39,6 +39,7 @@ _NEEDED = {
     "yarn": (),
     "longrope": ("short_factor", "long_factor"),
 }
+_GROWTH = "llama_4_scaling_beta"
 _ELSEWHERE = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "short_factor", "long_factor"}
 
 
@@ -71,16 +72,21 @@ def rope_fields(keys: Keys, fields: Mapping[str, Any], sliding: list[int] | None
         out["rope_adjustments"] = adjustments
 
     local = by_kind.get("sliding_attention")
-    if model_type == "gemma3_text":
-        local_theta = keys.get("rope_local_base_freq", "positive")
+    if "rope_local_base_freq" in keys.defaults:
+        local_theta = keys.get("rope_local_base_freq", "positive") or theta
         local = {"rope_theta": local_theta} | (local or {})
     if local is not None and local != main:
         _refuse_unknown(keys, local)
         if _kind(keys, local) != "default" or local.get("partial_rotary_factor", share) != share:
             raise UserError(f"{keys.label}: scaled or partial rotary embeddings on sliding layers are not supported")
         local_keys = Keys(local, {"rope_theta": theta}, label=f"{keys.label}: rope_parameters")
-        out["rope_local_base_freq"] = local_keys.get("rope_theta", "positive")
-        out["rope_indices"] = sliding or [0] * fields["n_layer"]
+        local_theta = local_keys.get("rope_theta", "positive")
+        if adjustments or local_theta != theta:
+            out["rope_local_base_freq"] = local_theta
+            out["rope_indices"] = sliding or [0] * fields["n_layer"]
+    if _GROWTH in keys.defaults:
+        inside = Keys(main, {_GROWTH: None}, label=f"{keys.label}: rope_parameters")
+        out["query_growth"] = inside.get(_GROWTH, "number")
     return out
 
 
@@ -100,7 +106,7 @@ def _by_layer_kind(keys: Keys) -> dict[str, dict[str, Any]]:
         if rest := sorted(set(new or {}) - set(kinds)):
             raise UserError(f"{keys.label}: unknown keys in rope_parameters: {', '.join(rest)}")
         return kinds
-    return {"": dict(flat or new or {})}
+    return {"": dict(flat or new or keys.defaults.get("rope_parameters") or {})}
 
 
 def _kind(keys: Keys, scaling: Mapping[str, Any]) -> str:
@@ -109,7 +115,8 @@ def _kind(keys: Keys, scaling: Mapping[str, Any]) -> str:
 
 def _refuse_unknown(keys: Keys, scaling: Mapping[str, Any]) -> None:
     present = {key for key, value in scaling.items() if value is not None}
-    if unknown := sorted(present - set(_SCALING) - _ELSEWHERE):
+    of_type = {_GROWTH, "max_position_embeddings"} if _GROWTH in keys.defaults else set()
+    if unknown := sorted(present - set(_SCALING) - _ELSEWHERE - of_type):
         raise UserError(f"{keys.label}: unknown keys in the rope scaling: {', '.join(unknown)}")
 
 
@@ -128,8 +135,6 @@ def _adjustments(
     if model_type == "phi3" and kind in ("su", "yarn"):
         kind = "longrope"  # its names in the first files
     original = keys.take("original_max_position_embeddings") or keys.defaults.get("original_max_position_embeddings")
-    if model_type == "gpt_oss" and not main:  # what its config class assumes
-        kind, main = "yarn", {"factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
     if kind == "default":
         return None
     if kind not in _NEEDED:
