@@ -59,6 +59,16 @@ COMMANDS = {
         "litgpt.generate.speculative_decoding:main",
         "Continue a prompt with a model, faster, with the help of a smaller one.",
     ),
+    "convert_to_litgpt": Command(
+        "litgpt.scripts.convert_hf_checkpoint:convert_hf_checkpoint", "Write LitGPT's files beside a model's own."
+    ),
+    "convert_from_litgpt": Command(
+        "litgpt.scripts.convert_lit_checkpoint:convert_lit_checkpoint", "Write a model as a Hugging Face folder."
+    ),
+    "convert_pretrained_checkpoint": Command(
+        "litgpt.scripts.convert_pretrained_checkpoint:convert_pretrained_checkpoint",
+        "Keep only the model of a checkpoint that training can resume from.",
+    ),
     "merge_lora": Command("litgpt.scripts.merge_lora:merge_lora", "Put a LoRA into the weights of its base."),
     "validate": Command("litgpt.scripts.validate:validate_setup", "Check that a checkpoint is complete and usable."),
     "version": Command("litgpt.cli:version", "Show the versions of litgpt and of what it runs on."),

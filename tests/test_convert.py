@@ -24,6 +24,7 @@ from litgpt.checkpoint.convert import export_hf, load_model, save_litgpt
 from litgpt.checkpoint.progress import byte_bar
 from litgpt.checkpoint.save import check_manifest
 from litgpt.checkpoint.source import open_source
+from litgpt.checkpoint.writers import write_safetensors
 from litgpt.config import Config
 from litgpt.errors import UserError
 from litgpt.model import GPT, Layers
@@ -475,14 +476,14 @@ def test_interrupted_export_is_recognised(writer: str, tmp_path: Path, monkeypat
         else:
             save_litgpt(model, model.config, out)
 
-    def fail(_: object, path: Path, *__: object) -> None:
-        Path(path).write_bytes(b"half")
+    def fail(path: Path, *_: object) -> None:
+        path.write_bytes(b"half")
         raise KeyboardInterrupt
 
     export()
     with monkeypatch.context() as patch:
-        patch.setattr(convert, "save_file", fail)
-        patch.setattr(torch, "save", fail)
+        patch.setattr(convert, "write_safetensors", fail)
+        patch.setattr(convert, "write_state_dict", fail)
         with pytest.raises(KeyboardInterrupt):
             export()
     with pytest.raises(UserError, match="half written"):
@@ -496,13 +497,13 @@ def test_interruption_between_two_shards(tmp_path: Path, monkeypatch: pytest.Mon
     model = load_model(tmp_path / "in")
     written = []
 
-    def write_two(tensors: dict[str, Tensor], path: Path, *arguments: Any) -> None:
+    def write_two(path: Path, *arguments: Any) -> None:
         if len(written) == 2:
             raise OSError("no space left on device")
         written.append(path)
-        save_file(tensors, path, *arguments)
+        write_safetensors(path, *arguments)
 
-    monkeypatch.setattr(convert, "save_file", write_two)
+    monkeypatch.setattr(convert, "write_safetensors", write_two)
     with pytest.raises(OSError, match="no space"):
         export_copy(model, tmp_path / "in", tmp_path / "out", shard_size=30_000)
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) == 2

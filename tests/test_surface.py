@@ -265,9 +265,6 @@ SURFACE: dict[str, tuple[str, dict[str, Any]]] = {
 
 MISSING_COMMANDS = {
     "chat",
-    "convert_from_litgpt",
-    "convert_pretrained_checkpoint",
-    "convert_to_litgpt",
     "evaluate",
     "generate_sequentially",
     "generate_tp",

@@ -11,19 +11,21 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from litgpt.checkpoint.plan import HEAD, ModelT, Plan, build_empty, main_dtype, plan_import
+from litgpt.checkpoint.lazy_state import LazyState
+from litgpt.checkpoint.plan import EMBEDDING, HEAD, ModelT, Plan, build_empty, main_dtype, plan_import
 from litgpt.checkpoint.progress import byte_bar
 from litgpt.checkpoint.save import FolderWriter, read_manifest
 from litgpt.checkpoint.source import LITGPT_FILE, Source, open_source
 from litgpt.checkpoint.tables import Link, summarize, table_for
 from litgpt.checkpoint.types import TensorInfo
+from litgpt.checkpoint.writers import write_safetensors, write_state_dict
 from litgpt.config import Config
 from litgpt.errors import UserError
 
@@ -152,36 +154,43 @@ def export_hf(
     hf_config: Mapping[str, Any],
     files: Mapping[str, bytes] | None = None,
     shard_size: int = _SHARD,
+    torch_file: str | None = None,
 ) -> None:
     """Write a Hugging Face folder.
 
     Args:
-        weights: the plain model, or its state dict.
+        weights: the plain model, or its state dict, which may be a `LazyState`: a tensor at a time is put together.
         config: its architecture.
         out_dir: the folder, which may hold an earlier export but no other weights.
         hf_config: the `config.json` the model came with (`Source.hf_config`); what the tensors decide (dtype, rows of
             the embedding, tied or not) is brought up to date.
         files: further files by name, such as those of the tokenizer (`Source.companion_files`).
         shard_size: largest file of weights in bytes.
+        torch_file: name of a further file with all tensors, as `torch.save` writes them.
 
     Raises:
         UserError: tensors that the family has no name for, or somebody else's weights in `out_dir`.
     """
-    state = dict(weights.state_dict() if isinstance(weights, nn.Module) else weights)
-    if config.tie_embeddings:
-        state.pop(HEAD, None)
+    state = weights.state_dict() if isinstance(weights, nn.Module) else weights
     links, infos = _plan_export(state, config)
     shards = _split(infos, shard_size)
     names = _shard_names(len(shards))
     out_dir = Path(out_dir)
     _refuse_other_weights(out_dir)
-    with FolderWriter(out_dir) as folder:
+    total = sum(info.nbytes for info in infos.values())
+    with FolderWriter(out_dir) as folder, _progress("writing", total * (1 if torch_file is None else 2)) as counted:
+
+        def get(name: str) -> Tensor:
+            return counted(_assemble(links[name], infos[name], state))
+
         folder.forget(name for name in _weight_files(out_dir) if name not in names)
         for name, shard in zip(names, shards, strict=True):
             with folder.file(name) as path:
-                save_file({t: _assemble(links[t], shard[t], state) for t in shard}, path, {"format": "pt"})
+                write_safetensors(path, shard, get)
+        if torch_file is not None:
+            with folder.file(torch_file) as path:
+                write_state_dict(path, infos, get, {})
         if len(shards) > 1:
-            total = sum(info.nbytes for info in infos.values())
             weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
             folder.write_json(
                 "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -201,16 +210,16 @@ def save_litgpt(
     """Write a LitGPT folder: `lit_model.pth`, `model_config.yaml` and what comes with them.
 
     Args:
-        weights: the plain model, or its state dict.
+        weights: as for `export_hf`.
         config: its architecture.
         out_dir: the folder; files of the same names are replaced.
         hf_config: content of `config.json`, which exporting to Hugging Face needs later.
         files: further files by name, such as those of the tokenizer (`Source.companion_files`).
     """
-    state = dict(weights.state_dict() if isinstance(weights, nn.Module) else weights)
+    state = weights.state_dict() if isinstance(weights, nn.Module) else weights
     with FolderWriter(out_dir) as folder:
         with folder.file(LITGPT_FILE) as path:
-            torch.save(state, path)
+            write_litgpt_file(state, config, path)
         with folder.file("model_config.yaml") as path:
             config.save(path)
         if hf_config is not None:
@@ -219,20 +228,49 @@ def save_litgpt(
             folder.write_bytes(name, content)
 
 
+def write_litgpt_file(state: Mapping[str, Tensor], config: Config, path: Path) -> None:
+    """Write a state dict as LitGPT's `lit_model.pth`: flat, and a head that is tied to the embedding stored once."""
+    is_tied = config.tie_embeddings and {EMBEDDING, HEAD} <= state.keys()
+    infos, tied = _infos(state), {HEAD: EMBEDDING} if is_tied else {}
+    with _progress("writing", sum(infos[name].nbytes for name in infos if name not in tied)) as counted:
+        write_state_dict(path, infos, lambda name: counted(state[name]), tied)
+
+
+@contextmanager
+def _progress(label: str, total: int) -> Iterator[Callable[[Tensor], Tensor]]:
+    """A bar for anything longer than a second; what it yields counts the tensors that pass through."""
+    with byte_bar(label, total, delay=1, leave=False) as bar:
+
+        def counted(tensor: Tensor) -> Tensor:
+            bar.update(tensor.nbytes)
+            return tensor
+
+        yield counted
+
+
+def _infos(state: Mapping[str, Tensor]) -> dict[str, TensorInfo]:
+    """Shapes and dtypes of a state dict."""
+    if isinstance(state, LazyState):
+        return state.infos
+    return {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
+
+
 def _plan_export(state: Mapping[str, Tensor], config: Config) -> tuple[dict[str, list[Link]], dict[str, TensorInfo]]:
     """Return what each of their tensors is made of, and its shape and dtype."""
     table = table_for(config.family)
     links: dict[str, list[Link]] = {}
     infos: dict[str, TensorInfo] = {}
     unknown = []
-    for ours, tensor in state.items():
+    for ours, info in _infos(state).items():
+        if config.tie_embeddings and ours == HEAD:
+            continue
         found = table.export_links(ours, config)
         if not found:
             unknown.append(ours)
         for link in found:
             links.setdefault(link.theirs, []).append(link)
-            shape = link.their_shape(tuple(link.our_view(tensor).shape))
-            infos[link.theirs] = TensorInfo(shape, tensor.dtype)
+            piece = link.our_view(torch.empty(info.shape, device="meta"))
+            infos[link.theirs] = TensorInfo(link.their_shape(tuple(piece.shape)), info.dtype)
     if unknown:
         raise UserError(
             f"a Hugging Face model of the type {config.family!r} has no place for: {summarize(unknown)}",
@@ -278,7 +316,10 @@ def _weight_files(folder: Path) -> list[str]:
 
 
 def _refuse_other_weights(folder: Path) -> None:
-    if (found := _weight_files(folder)) and not read_manifest(folder):
+    manifest = read_manifest(folder)
+    if not manifest.get("complete", True):
+        return  # an earlier export was interrupted: it began in a folder without other weights
+    if found := [name for name in _weight_files(folder) if name not in manifest.get("files", {})]:
         raise UserError(f"{folder} already holds weights: {', '.join(found[:5])}", "choose an empty folder")
 
 

@@ -101,6 +101,21 @@ class FolderWriter:
             path.write_bytes(_as_json({"complete": complete, "files": files}))
 
 
+def add_to_manifest(folder: str | Path, names: Iterable[str]) -> None:
+    """List files that were added, each atomically, to a folder that we wrote; others have no manifest and get none.
+
+    Args:
+        folder: the folder; whole, as far as its manifest says.
+        names: the files.
+    """
+    folder = Path(folder)
+    if not (manifest := read_manifest(folder)):
+        return
+    manifest["files"] |= {name: _describe(folder / name) for name in names}
+    with atomic_write(folder / MANIFEST) as path:
+        path.write_bytes(_as_json(manifest))
+
+
 def read_manifest(folder: str | Path) -> dict[str, Any]:
     """The content of a folder's `manifest.json`, empty when there is none or it is somebody else's."""
     try:

@@ -264,6 +264,13 @@ def open_source(path: str | Path) -> Source:
     check_manifest(path)
     if (path / LITGPT_FILE).is_file():
         return LitGPTSource(path)
+    if (found := find_hf_files(path)) is not None:
+        return found
+    raise _nothing_found(path)
+
+
+def find_hf_files(path: Path) -> FolderSource | None:
+    """Open the Hugging Face files of a folder, whatever else it holds; None when there are none."""
     for index, single, reader in (
         ("model.safetensors.index.json", "model.safetensors", SafetensorsFile),
         ("pytorch_model.bin.index.json", "pytorch_model.bin", TorchFile),
@@ -273,7 +280,7 @@ def open_source(path: str | Path) -> Source:
             return FolderSource(path, reader, _read_index(path / index))
         if (path / single).is_file():
             return FolderSource(path, reader, single)
-    raise _nothing_found(path)
+    return None
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -293,6 +300,11 @@ def _read_index(path: Path) -> dict[str, str]:
 
 def _nothing_found(path: Path) -> UserError:
     found = sorted(entry.name for entry in path.iterdir())
+    if (path / LITGPT_FILE).is_dir():
+        return UserError(
+            f"{path / LITGPT_FILE} is a folder: training on several devices wrote it in parts",
+            "join them first: `fabric consolidate PATH_OF_THE_FOLDER`",
+        )
     if ggufs := [name for name in found if name.endswith(".gguf")]:
         return UserError(f"{path} is a folder with a .gguf file", f"give the file itself: {path / ggufs[0]}")
     if parts := [name for name in found if name.endswith((".safetensors", ".bin"))]:

@@ -91,5 +91,6 @@ class TorchFile:
                     f"{self.path} holds no state dict: a mapping from names to tensors, bare or as its entry 'model'",
                     "give the file or folder of a model",
                 )
-            self._state = dict(content)
+            # torch.compile puts this before the names of the module it wraps
+            self._state = {str(name).replace("_orig_mod.", ""): tensor for name, tensor in content.items()}
         return self._state

@@ -41,6 +41,7 @@ def download_from_hub(
         return
     from litgpt.checkpoint.hub import download_repo
     from litgpt.config import Config
+    from litgpt.scripts.convert_hf_checkpoint import convert_hf_checkpoint
 
     name, _, quant = repo_id.partition(":")
     if name.count("/") != 1:
@@ -57,7 +58,7 @@ def download_from_hub(
     )
     if convert_checkpoint and not tokenizer_only and folder == checkpoint_dir / name:
         if model_name is not None or dtype is not None:
-            write_litgpt_files(folder, model_name, dtype)
+            convert_hf_checkpoint(folder, model_name, dtype)
         elif (folder / "config.json").is_file():
             Config.from_hf(folder).save(folder)
     _warn_of_outdated_copy(folder)
@@ -70,33 +71,6 @@ def _warn_of_outdated_copy(folder: Path) -> None:
     weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
     if copy.is_file() and any(file.stat().st_mtime > copy.stat().st_mtime for file in weights):
         logger.warning("%s is older than the weights beside it, but is used before them: remove it to use them", copy)
-
-
-def write_litgpt_files(folder: Path, model_name: str | None = None, dtype: str | None = None) -> None:
-    """Write `lit_model.pth` and `model_config.yaml` into a downloaded folder.
-
-    Args:
-        folder: holds the model.
-        model_name: a known model to take the architecture from, instead of the folder's configuration.
-        dtype: of the written weights, as torch names it; None keeps what they have.
-
-    Raises:
-        UserError: the weights do not fit the architecture, or an unknown dtype.
-    """
-    import torch
-
-    from litgpt.checkpoint.convert import load_model
-    from litgpt.checkpoint.hub import only_gguf
-    from litgpt.checkpoint.save import atomic_write
-    from litgpt.config import Config
-    from litgpt.runtime import parse_dtype
-
-    config = None if model_name is None else Config.from_name(model_name)
-    model = load_model(only_gguf(folder) or folder, config=config, dtype=None if dtype is None else parse_dtype(dtype))
-    with atomic_write(folder / "lit_model.pth") as path:
-        torch.save(model.state_dict(), path)
-    model.config.save(folder)
-    logger.info("Wrote %s", folder / "lit_model.pth")
 
 
 def known_repos() -> list[str]:
