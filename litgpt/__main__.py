@@ -70,6 +70,7 @@ COMMANDS = {
         "Keep only the model of a checkpoint that training can resume from.",
     ),
     "merge_lora": Command("litgpt.scripts.merge_lora:merge_lora", "Put a LoRA into the weights of its base."),
+    "show": Command("litgpt.scripts.show:show", "Say what a checkpoint is: architecture, memory, template, stops."),
     "validate": Command("litgpt.scripts.validate:validate_setup", "Check that a checkpoint is complete and usable."),
     "version": Command("litgpt.cli:version", "Show the versions of litgpt and of what it runs on."),
 }

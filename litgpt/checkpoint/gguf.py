@@ -61,6 +61,11 @@ class GGUFFile:
         """
         return build_hf_config(self._contents)
 
+    @property
+    def nbytes_stored(self) -> int:
+        """Bytes of all tensors in the file."""
+        return sum(stored.data.nbytes for stored in self._stored.values())
+
     @cached_property
     def _origins(self) -> dict[str, Origin]:
         return find_origins(self.hf_config(), self._stored)

@@ -83,6 +83,10 @@ class Source(ABC):
         Asking for the same one again costs nothing, so nobody has to hold it while `release` is called.
         """
 
+    def nbytes_stored(self) -> int:
+        """Bytes of all tensors as the files hold them, without reading any."""
+        return sum(info.nbytes for info in self.tensors().values())
+
     def table(self, config: Config) -> Table:
         """The names and layouts that this checkpoint uses."""
         return table_for(config.family)
@@ -206,6 +210,10 @@ class GGUFSource(Source):
     def config(self, config_class: type[Config] = Config, **overrides: Any) -> Config:
         """Read the metadata."""
         return config_class.from_hf(self.file.hf_config(), **({"name": self.file.name} | overrides))
+
+    def nbytes_stored(self) -> int:
+        """Bytes of all tensors, quantized as they are."""
+        return self.file.nbytes_stored
 
     def hf_config(self) -> dict[str, Any]:
         """The metadata as `config.json` would say it."""
