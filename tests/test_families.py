@@ -8,6 +8,7 @@ import copy
 import hashlib
 import importlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import pytest
 
 from litgpt.config import EXPLICIT, Config, configs, name_to_config
 from litgpt.errors import UserError
+from litgpt.families.architectures import ARCHITECTURES
+from litgpt.families.from_hf import _ALIASES, _WRAPPERS
 from litgpt.families.registry import MODULES, layer_pattern
 from tests import tiny
 from tests.published_configs import (
@@ -26,6 +29,7 @@ from tests.published_configs import (
     GPT_OSS,
     LLAMA_32_1B,
     MISTRAL_V01,
+    OLMO_2_7B,
     PHI_35_MINI,
     PUBLISHED,
     PYTHIA_70M,
@@ -157,6 +161,50 @@ def test_gpt_oss_file() -> None:
     assert config.layer_window(1) is None
     without = {key: value for key, value in GPT_OSS.items() if key not in ("rope_scaling", "layer_types")}
     assert Config.from_hf(without) == config
+
+
+def test_kimi_k2_is_a_deepseek_v3() -> None:
+    assert Config.from_hf(DEEPSEEK_V3 | {"model_type": "kimi_k2"}) == Config.from_hf(DEEPSEEK_V3)
+
+
+def test_layers_without_rotation() -> None:
+    smollm3 = {"model_type": "smollm3", "no_rope_layers": [1, 1, 1, 0] * 4, "rope_scaling": None}
+    config = Config.from_hf(LLAMA_32_1B | smollm3)
+    assert [config.layer_rope(i) for i in range(5)] == [0, 0, 0, -1, 0]
+    assert Config.from_hf(LLAMA_32_1B | smollm3 | {"no_rope_layers": None}) == config
+    for wrong in ([1, 0], [2] * 16, "none"):
+        with pytest.raises(UserError, match="expected a 0 or 1 for each of 16 layers"):
+            Config.from_hf(LLAMA_32_1B | smollm3 | {"no_rope_layers": wrong})
+    with pytest.raises(UserError, match="use_sliding_window is True, only False is supported"):
+        Config.from_hf(LLAMA_32_1B | smollm3 | {"use_sliding_window": True})
+
+    raw = {key: v for key, v in LLAMA_32_1B.items() if key not in ("attention_bias", "mlp_bias", "rope_scaling")}
+    raw |= {"model_type": "exaone4", "sliding_window": 8, "sliding_window_pattern": "LLLG"}
+    config = Config.from_hf(raw)
+    assert [config.layer_window(i) for i in range(5)] == [8, 8, 8, None, 8]
+    assert [config.layer_rope(i) for i in range(5)] == [0, 0, 0, -1, 0]
+    config = Config.from_hf(raw | {"sliding_window": None, "sliding_window_pattern": None})
+    assert (config.sliding_window_size, config.rope_indices) == (None, None)
+    with pytest.raises(UserError, match="sliding_window_pattern is 'LGLG', expected a whole number"):
+        Config.from_hf(raw | {"sliding_window_pattern": "LGLG"})
+
+
+def test_stretched_layers_of_olmo_3() -> None:
+    raw = OLMO_2_7B | {"model_type": "olmo3"}
+    assert Config.from_hf(raw).rope_indices is None
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096}
+    config = Config.from_hf(raw | {"rope_scaling": scaling})
+    assert (config.rope_base, config.rope_local_base_freq) == (500000, 500000)
+    assert [config.layer_rope(i) for i in range(5)] == [1, 1, 1, 0, 1]
+
+
+def test_query_growth_is_read_where_it_has_a_meaning() -> None:
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6, "llama_4_scaling_beta": 0.1}
+    raw = {key: v for key, v in MISTRAL_V01.items() if key not in ("sliding_window", "rope_theta")}
+    raw |= {"rope_parameters": rope}
+    assert Config.from_hf(raw | {"model_type": "ministral3"}).query_growth == 0.1
+    with pytest.raises(UserError, match="unknown keys in the rope scaling: llama_4_scaling_beta"):
+        Config.from_hf(raw)
 
 
 def test_longrope_file() -> None:
@@ -342,10 +390,9 @@ def _survives(raw: dict[str, Any]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("model_type", EVERY_TYPE)
-def test_any_single_damage_is_a_user_error_or_harmless(model_type: str) -> None:
-    raw = EVERY_TYPE[model_type]
-    needed = {"model_type", "hidden_size", "intermediate_size", "num_hidden_layers"}
+def _accepted_without(raw: dict[str, Any]) -> set[tuple[str, ...]]:
+    """Damage every key in every way; returns those that may be missing."""
+    accepted = set()
     for place in _places(raw):
         for value in (..., None, "text", -1, 0, 1.5, True, [], {}, [None], {"a": 1}, 10**400, float("inf")):
             damaged: Any = copy.deepcopy(raw)
@@ -354,9 +401,22 @@ def test_any_single_damage_is_a_user_error_or_harmless(model_type: str) -> None:
                 del parent[place[-1]]
             else:
                 parent[place[-1]] = value
-            survived = _survives(damaged)
-            if place[-1] in needed and value is ... and "vision_config" not in place and model_type != "gemma3":
-                assert not survived, place
+            if _survives(damaged) and value is ...:
+                accepted.add(place)
+    return accepted
+
+
+@pytest.mark.parametrize("model_type", EVERY_TYPE)
+def test_any_single_damage_is_a_user_error_or_harmless(model_type: str) -> None:
+    accepted = _accepted_without(EVERY_TYPE[model_type])
+    needed = {"model_type", "hidden_size", "intermediate_size", "num_hidden_layers"}
+    assert model_type == "gemma3" or not {place[-1] for place in accepted if "vision_config" not in place} & needed
+
+
+@pytest.mark.parametrize("name", [n for n in tiny.NAMES if n in ARCHITECTURES and n not in EVERY_TYPE])
+def test_damage_of_what_transformers_writes(name: str) -> None:
+    raw = json.loads(tiny.tiny_hf_config(name).to_json_string(use_diff=False))
+    assert ("model_type",) not in _accepted_without(raw)
 
 
 # The registry
@@ -414,3 +474,12 @@ def test_every_config_is_consistent() -> None:
 def test_layer_patterns() -> None:
     assert layer_pattern("5:1", 8) == [1, 1, 1, 1, 1, 0, 1, 1]
     assert layer_pattern("SSSL", 5) == [1, 1, 1, 0, 1]
+
+
+def test_the_documents_name_every_type() -> None:
+    root = Path(__file__).parent.parent
+    rows = re.findall(r"^\| `(\w+)` \|", (root / "litgpt/families/README.md").read_text(encoding="utf-8"), re.M)
+    assert rows == sorted(ARCHITECTURES)
+    models = (root / "README.md").read_text(encoding="utf-8").split("## Models")[1].split("\n## ")[0]
+    named = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\|.*\|(.*)\|$", models, re.M))))
+    assert named - {"model_type"} == {*ARCHITECTURES, *_WRAPPERS, *_ALIASES}

@@ -12,7 +12,7 @@ import torch
 
 from litgpt.families.registry import find
 from litgpt.model import GPT
-from tests.tiny import random_ids, tiny_hf_model
+from tests.tiny import random_ids, randomize, tiny_hf_config, tiny_hf_model
 
 ADDED = 5
 FAMILIES = ["llama", "qwen2", "qwen3_moe", "gemma2", "phi3", "gpt_neox", "falcon_40b", "stablelm", "olmo2", "smollm3"]
@@ -38,3 +38,21 @@ def test_a_renamed_grown_fine_tune_loads_by_its_type(name: str, tmp_path: Path) 
     ids = random_ids((2, 12), vocab_size=vocab_size)
     ids[0, :ADDED] = torch.arange(vocab_size - ADDED, vocab_size)
     torch.testing.assert_close(ours(ids), theirs(ids).logits, atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_the_language_model_of_a_multimodal_one(tmp_path: Path) -> None:
+    import transformers
+
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    vision = transformers.PixtralVisionConfig(hidden_size=16, intermediate_size=20, **sizes)
+    text = tiny_hf_config("ministral3").to_dict()
+    config = transformers.Mistral3Config(text_config=text, vision_config=vision.to_dict(), tie_word_embeddings=False)
+    theirs = transformers.Mistral3ForConditionalGeneration(config).float().eval()
+    randomize(theirs)
+    theirs.save_pretrained(tmp_path)
+    ours = GPT.from_checkpoint(tmp_path)
+    assert ours.config.family == "ministral3"
+    assert ours.config.query_growth == 0.3
+    ids = random_ids((2, 40))
+    torch.testing.assert_close(ours(ids), theirs(input_ids=ids).logits, atol=1e-4, rtol=0)

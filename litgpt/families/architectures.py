@@ -47,6 +47,8 @@ def _deepseek_v2(keys: Keys, fields: dict[str, Any]) -> None:
     method = keys.get("topk_method", "text")
     if method not in ("greedy", "group_limited_greedy"):
         raise UserError(f"{keys.label}: topk_method {method!r} is not supported for 'deepseek_v2'")
+    if fields["n_expert_per_token"] is None:
+        raise UserError(f"{keys.label} lacks num_experts_per_tok", "is the file complete?")
     if method == "greedy":
         fields["n_expert_groups"] = None
     _latent_attention(keys, fields)
