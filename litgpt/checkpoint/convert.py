@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor, nn
 
+from litgpt.checkpoint.dequantize import without_quantization
 from litgpt.checkpoint.lazy_state import LazyState
 from litgpt.checkpoint.plan import EMBEDDING, HEAD, ModelT, Plan, build_empty, main_dtype, plan_import
 from litgpt.checkpoint.progress import byte_bar
@@ -325,7 +326,7 @@ def _refuse_other_weights(folder: Path) -> None:
 
 def _updated_config(hf_config: Mapping[str, Any], config: Config, infos: Mapping[str, TensorInfo]) -> dict[str, Any]:
     """`config.json` for what is exported: the language model alone, with the dtype and sizes it has now."""
-    updated = dict(hf_config)
+    updated = without_quantization(hf_config)
     if isinstance(text := updated.get("text_config"), Mapping):
         updated = {**text, "model_type": config.family}
         if config.family in _ARCHITECTURES:

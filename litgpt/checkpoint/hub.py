@@ -208,11 +208,12 @@ def _lookup(files: dict[str, RemoteFile], name: str, repo_id: str) -> RemoteFile
 
 
 def _check_config(folder: Path) -> None:
+    from litgpt.checkpoint.dequantize import read_config
     from litgpt.config import Config
 
     if (folder / "config.json").is_file():
         try:
-            Config.from_hf(folder / "config.json")
+            read_config(folder, Config)
         except UserError as error:
             hint = "`litgpt download --convert_checkpoint false` fetches it all the same"
             raise UserError(error.message, f"{error.hint}; {hint}" if error.hint else hint) from error

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from litgpt.checkpoint.dequantize import Dequantizer, find_dequantizer, read_config, read_json, without_quantization
 from litgpt.checkpoint.safetensors_file import SafetensorsFile
 from litgpt.checkpoint.save import check_manifest
 from litgpt.checkpoint.tables import LITGPT, Table, table_for
@@ -136,21 +137,29 @@ class FolderSource(Source):
                 _AGAIN,
             )
         # In the order of the files, so that reading goes through each once
-        self._infos = {
+        self._infos = self._stored = {
             name: info for file, entries in infos.items() for name, info in entries.items() if files.get(name) == file
         }
+        self._last: tuple[str, Tensor] | None = None
+        self._dequantizer: Dequantizer | None = None
+        if self.kind == "hf":
+            config = path / "config.json"
+            self._dequantizer = find_dequantizer(read_json(config), self._stored, f"{config}")
+        if self._dequantizer is not None:
+            self._infos = self._dequantizer.visible()
 
     def config(self, config_class: type[Config] = Config, **overrides: Any) -> Config:
         """Read `config.json`."""
         if (self.path / "config.json").is_file():
-            return config_class.from_hf(self.path, **overrides)
+            return read_config(self.path, config_class, **overrides)
         return config_class.from_checkpoint(self.path, **overrides)
 
     def hf_config(self) -> dict[str, Any]:
-        """The content of `config.json`."""
+        """The content of `config.json`; of one for quantized weights, what it would say of these."""
         file = self.path / "config.json"
         try:
-            return json.loads(file.read_text(encoding="utf-8"))
+            content = json.loads(file.read_text(encoding="utf-8-sig"))
+            return without_quantization(content) if self._dequantizer is not None else content
         except (OSError, ValueError) as error:
             raise UserError(f"{file} is missing or damaged: {error}", "copy it from the original model") from error
 
@@ -158,8 +167,21 @@ class FolderSource(Source):
         """Shape and dtype of every tensor, from the files' headers."""
         return self._infos
 
+    def nbytes_stored(self) -> int:
+        """Bytes of all tensors, quantized as they are."""
+        return sum(info.nbytes for info in self._stored.values())
+
     def get(self, name: str) -> Tensor:
-        """A tensor over the mapped file."""
+        """A tensor over the mapped file, or one that was quantized there."""
+        if self._last is not None and self._last[0] == name:
+            return self._last[1]
+        self._last = None  # two would take twice the memory
+        if self._dequantizer is not None and (tensor := self._dequantizer.get(name, self._read)) is not None:
+            self._last = (name, tensor)
+            return tensor
+        return self._read(name)
+
+    def _read(self, name: str) -> Tensor:
         return self._files[self._file_of[name]].get(name)
 
     def release(self) -> None:
@@ -169,6 +191,7 @@ class FolderSource(Source):
 
     def close(self) -> None:
         """Let the files go."""
+        self._last = None
         self.release()
 
 

@@ -39,6 +39,7 @@ def download_from_hub(
     if repo_id == "list":
         sys.stdout.write("\n".join(known_repos()) + "\n")
         return
+    from litgpt.checkpoint.dequantize import read_config
     from litgpt.checkpoint.hub import download_repo
     from litgpt.config import Config
     from litgpt.scripts.convert_hf_checkpoint import convert_hf_checkpoint
@@ -60,7 +61,7 @@ def download_from_hub(
         if model_name is not None or dtype is not None:
             convert_hf_checkpoint(folder, model_name, dtype)
         elif (folder / "config.json").is_file():
-            Config.from_hf(folder).save(folder)
+            read_config(folder, Config).save(folder)
     _warn_of_outdated_copy(folder)
     sys.stdout.write(f"{folder}\n")
 
