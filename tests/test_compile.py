@@ -49,7 +49,7 @@ def compare_with_eager(model: GPT, decode: CompiledDecode, prompts: list[int], n
 
 # four kinds of layers in every run, the other families among the slow tests
 ONE_GRAPH = ["llama", "gemma3_text", "mixtral", "deepseek_v3"]
-MORE = ["mistral_window", "qwen3_moe", "gpt_oss", "phi3"]
+MORE = ["mistral_window", "qwen3_moe", "gpt_oss", "phi3", "gpt2", "cohere2", "ministral3", "olmoe"]
 
 
 @pytest.mark.parametrize("name", [*ONE_GRAPH, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])

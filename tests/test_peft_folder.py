@@ -32,6 +32,8 @@ TARGETS = {
     "gemma3_text": ["v_proj", "o_proj", "up_proj", "gate_proj", "down_proj"],
     "gpt_neox": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+    "gpt2": ["c_attn", "c_proj", "c_fc"],
+    "falcon_7b": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
 }
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {},
@@ -128,7 +130,7 @@ def test_our_folder_opens_there(name: str, kind: str, tmp_path: Path) -> None:
     assert again.config.lora_r == ours.config.lora_r * (2 if kind == "pissa" else 1)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_neox", "phi3"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neox", "phi3"])
 def test_ia3(name: str, tmp_path: Path) -> None:
     base = save_base(name, tmp_path / "base")
     ours = our_folder("ia3", tmp_path / "base", tmp_path / "out")
@@ -248,7 +250,7 @@ def change_config(folder: Path, **fields: Any) -> None:
         ({"bias": "all"}, "bias='all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save=['lm_head']"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4'"),
-        ({"fan_in_fan_out": True, "use_qalora": True}, "fan_in_fan_out=True, use_qalora=True"),
+        ({"lora_bias": True, "use_qalora": True}, "lora_bias=True, use_qalora=True"),
         ({"something_new": {"a": 1}}, "something_new={'a': 1}"),
     ],
 )

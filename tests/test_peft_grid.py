@@ -69,6 +69,7 @@ LATENT = {
     },
 }
 NEOX = {"norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "rotary_percentage": 0.5, "bias": True}
+SCALED = {"query_growth": 0.3, "rope_adjustments": {"factor": 2.0, "original_max_seq_len": 4}}
 FEATURES: dict[str, dict[str, Any]] = {
     "multi-head": {"n_query_groups": 4},
     "grouped-query": {},
@@ -76,6 +77,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "biases": {**NEOX, "lm_head_bias": True},
     "qk-norm": {"norm_qk": True},
     "qk-norm olmo2": {"norm_qk": True, "norm_qk_type": "olmo2", "post_attention_norm": True, "post_mlp_norm": True},
+    "qk-norm each head": {"norm_class_name": "LayerNorm", "norm_qk": True, "norm_qk_type": "each_head"},
+    "clamped, scaled by position": {**SCALED, "clip_qkv": 0.5, "rope_indices": [0, -1]},
+    "learned positions": {**NEOX, "rotary_percentage": 0.0, "learned_positions": True},
+    "squared ReLU": {**NEOX, "mlp_activation": "relu2", "norm_unit_offset": True},
     "sliding window": {**WINDOW, "n_layer": 3},
     "softcap": {"attention_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "norm_unit_offset": True},
     "attention sinks": {"attention_sinks": True, "attn_bias": True},

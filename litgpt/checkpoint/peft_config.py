@@ -25,6 +25,7 @@ _KNOWN = {
     *("base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping", "peft_version"),
     *("init_lora_weights", "init_ia3_weights", "runtime_config", "megatron_config", "megatron_core", "eva_config"),
     "qalora_group_size",
+    "fan_in_fan_out",  # whatever it says, PEFT goes by the map: true for the turned ones of GPT-2, false for others
 }
 # Ways to start that change the base model's weights: without that change the tensors mean something else.
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "lora_ga", "loftq")

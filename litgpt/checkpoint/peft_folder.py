@@ -24,7 +24,7 @@ from litgpt.checkpoint.peft_lora import lora_config, lora_settings, lora_state, 
 from litgpt.checkpoint.plan import plain_state
 from litgpt.checkpoint.safetensors_file import SafetensorsFile
 from litgpt.checkpoint.save import FolderWriter
-from litgpt.checkpoint.tables import Table, summarize, table_for
+from litgpt.checkpoint.tables import Table, by_row, summarize, table_for
 from litgpt.checkpoint.torch_file import TorchFile
 from litgpt.config import Config
 from litgpt.errors import MissingFileError, UserError
@@ -144,7 +144,7 @@ def _check(
     """Refuse what is of maps that the base does not have, or has in other sizes."""
     unknown, wrong = [], []
     for name in (*rows, *inputs):
-        links = table.import_links(table.canonical(f"{name}.weight"), config)
+        links = by_row(table.import_links(table.canonical(f"{name}.weight"), config))
         module = next((module for link in links if (module := _map(link.ours)) in shapes), None)
         if module is None:
             unknown.append(name)

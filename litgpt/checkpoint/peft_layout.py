@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from litgpt.checkpoint.tables import Link, Table
+from litgpt.checkpoint.tables import Link, Table, by_row
 from litgpt.config import Config
 
 Place = tuple[str, str]
@@ -72,7 +72,7 @@ def to_theirs(parts: Mapping[Place, Update], table: Table, config: Config, shape
         inside = torch.zeros(n_rows, 1, dtype=torch.bool)
         inside[rows] = True
         pieces: dict[str, Update] = {}
-        for link in table.export_links(f"{module}.weight", config):
+        for link in by_row(table.export_links(f"{module}.weight", config)):
             if not link.our_view(inside).any():
                 continue
             name, shape = _module(link.theirs), link.their_shape(tuple(link.our_view(inside).shape))
@@ -92,7 +92,7 @@ def to_ours(theirs: Mapping[str, Update], table: Table, config: Config, shapes: 
     """
     found: dict[Place, list[Update]] = {}
     for name, update in theirs.items():
-        for module, link_of in _by_module(table.import_links(table.canonical(f"{name}.weight"), config)):
+        for module, link_of in _by_module(by_row(table.import_links(table.canonical(f"{name}.weight"), config))):
             n_rows = shapes[module][0]
             into, touched = _empty(update, n_rows), torch.zeros(n_rows, 1, dtype=torch.bool)
             for link in link_of:

@@ -11,8 +11,8 @@ first one is the one that is exported, unless its rows are for other models (`wh
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor
@@ -74,6 +74,12 @@ class Link:
         for view in reversed(self.row.their_views):
             piece = view.whole(piece, self.at)
         return piece
+
+
+def by_row(links: Sequence[Link]) -> list[Link]:
+    """The links for what has an entry a row of the weight, as LoRA's B: it is not turned where the weight is."""
+    plain = [tuple(view for view in link.row.their_views if not isinstance(view, Transposed)) for link in links]
+    return [replace(link, row=replace(link.row, their_views=views)) for link, views in zip(links, plain, strict=True)]
 
 
 def _apply(views: tuple[View, ...], tensor: Tensor, at: At) -> Tensor:

@@ -12,6 +12,7 @@ from litgpt.checkpoint.table import (
     Row,
     Rule,
     Table,
+    by_row,
     concat_qkv,
     head_norm,
     interleaved_qkv,
@@ -25,7 +26,7 @@ from litgpt.checkpoint.views import EveryNth, OfExpert, Transposed
 from litgpt.config import Config
 from litgpt.errors import UserError
 
-__all__ = ["LITGPT", "TABLES", "Link", "Row", "Rule", "Table", "summarize", "table_for"]
+__all__ = ["LITGPT", "TABLES", "Link", "Row", "Rule", "Table", "by_row", "summarize", "table_for"]
 
 _H, _L = "transformer.h.{i}.", "model.layers.{i}."
 
