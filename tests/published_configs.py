@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 LLAMA_32_1B: dict[str, Any] = {
@@ -350,6 +351,46 @@ STABLELM_3B: dict[str, Any] = {
     "use_qkv_bias": False,
     "vocab_size": 50304,
 }
+# Of families without a name in the registry
+OTHERS: list[dict[str, Any]] = [
+    json.loads(text)
+    for text in (
+        """{"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
+        "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12,
+        "n_positions": 1024, "resid_pdrop": 0.1, "summary_activation": null, "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": true, "summary_type": "cls_index", "summary_use_proj": true,
+        "task_specific_params": {"text-generation": {"do_sample": true, "max_length": 50}}, "vocab_size": 50257}""",
+        """{"architectures": ["SmolLM3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+        "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 11008, "max_position_embeddings": 65536,
+        "max_window_layers": 28, "mlp_bias": false, "model_type": "smollm3", "no_rope_layer_interval": 4,
+        "num_attention_heads": 16, "num_hidden_layers": 36, "num_key_value_heads": 4, "pretraining_tp": 2,
+        "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 5000000.0, "sliding_window": null,
+        "use_cache": false, "use_sliding_window": false, "vocab_size": 128256}""",
+        """{"architectures": ["NemotronForCausalLM"], "bos_token_id": 2, "eos_token_id": 3, "hidden_act": "relu2",
+        "hidden_size": 3072, "initializer_range": 0.0134, "intermediate_size": 9216, "max_position_embeddings": 4096,
+        "model_type": "nemotron", "num_attention_heads": 24, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "norm_eps": 1e-05, "rope_theta": 10000, "partial_rotary_factor": 0.5, "tie_word_embeddings": false,
+        "torch_dtype": "bfloat16", "use_cache": true, "vocab_size": 256000, "kv_channels": 128}""",
+        """{"architectures": ["HeliumForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+        "head_dim": 128, "hidden_act": "silu", "hidden_size": 2560, "initializer_range": 0.02,
+        "intermediate_size": 7040, "max_position_embeddings": 4096, "mlp_bias": false, "model_type": "helium",
+        "num_attention_heads": 20, "num_hidden_layers": 24, "num_key_value_heads": 20, "pretraining_tp": 1,
+        "rms_norm_eps": 1e-08, "rope_theta": 100000.0, "tie_word_embeddings": false, "vocab_size": 48000}""",
+        """{"architectures": ["Exaone4ForCausalLM"], "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 5120, "initializer_range": 0.02, "intermediate_size": 27392, "max_position_embeddings": 131072,
+        "model_type": "exaone4", "num_attention_heads": 40, "num_hidden_layers": 64, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 1000000,
+        "sliding_window": 4096, "sliding_window_pattern": "LLLG", "tie_word_embeddings": false,
+        "vocab_size": 102400}""",
+        """{"architectures": ["Ernie4_5_ForCausalLM"], "auto_map": {"AutoConfig": "x.Ernie4_5_Config"},
+        "hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3072, "max_position_embeddings": 131072,
+        "model_type": "ernie4_5", "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128,
+        "num_hidden_layers": 18, "rms_norm_eps": 1e-05, "use_cache": false, "vocab_size": 103424, "rope_theta": 500000,
+        "use_bias": false, "tie_word_embeddings": true, "torch_dtype": "bfloat16"}""",
+    )
+]
 # Files as published. The name is that of the same model in the registry.
 PUBLISHED = {
     "Llama-3.2-1B": LLAMA_32_1B,
@@ -366,4 +407,4 @@ PUBLISHED = {
     "OLMo-2-1124-7B": OLMO_2_7B,
     "stablelm-3b-4e1t": STABLELM_3B,
 }
-EVERY_TYPE = {f["model_type"]: f for f in (*PUBLISHED.values(), DEEPSEEK_V3, GPT_OSS, PHI_35_MINI)}
+EVERY_TYPE = {f["model_type"]: f for f in (*PUBLISHED.values(), DEEPSEEK_V3, GPT_OSS, PHI_35_MINI, *OTHERS)}

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from litgpt.checkpoint.plan import plain_state
 from litgpt.config import EXPLICIT, Config, configs, name_to_config
 from litgpt.errors import UserError
 from litgpt.families.architectures import ARCHITECTURES
@@ -271,6 +272,18 @@ def test_gemma_1_means_tanh_whatever_it_says(activation: str) -> None:
     config = Config.from_hf(raw)
     assert (config.mlp_class_name, config.gelu_approximate) == ("GemmaMLP", "tanh")
     assert Config.from_hf(LLAMA_32_1B | {"hidden_act": "gelu"}).gelu_approximate == "none"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "billions"),
+    [("gpt2", 0.124), ("smollm3", 3.08), ("nemotron", 4.19), ("helium", 2.17), ("exaone4", 32.0), ("ernie4_5", 0.361)],
+)
+def test_published_files_give_models_of_the_published_size(model_type: str, billions: float) -> None:
+    config = Config.from_hf(EVERY_TYPE[model_type])
+    state = plain_state(config)
+    if config.tie_embeddings:
+        del state["lm_head.weight"]
+    assert sum(tensor.numel() for tensor in state.values()) / 1e9 == pytest.approx(billions, rel=5e-3)
 
 
 # Errors

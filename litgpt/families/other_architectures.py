@@ -148,6 +148,7 @@ OTHERS: dict[str, Architecture] = {
         LLAMA | {"norm_class_name": "LayerNorm", "norm_unit_offset": True, "mlp_class_name": "GptNeoxMLP"},
         {"norm_eps": 1e-5, "num_key_value_heads": None, "head_dim": None, "hidden_act": "relu2"}
         | {"max_position_embeddings": 4096, "partial_rotary_factor": 0.5, "attention_bias": False, "mlp_bias": False},
+        ignored=words("kv_channels"),
     ),
     "olmo": Architecture(
         LLAMA | {"norm_class_name": "LayerNorm", "norm_affine": False},
@@ -182,6 +183,7 @@ OTHERS: dict[str, Architecture] = {
         | {"sliding_window": None, "use_sliding_window": False},
         window="all",
         must_be={"use_sliding_window": False},
+        ignored=words("max_window_layers"),
         finish=_smollm3,
     ),
     "stablelm": Architecture(
