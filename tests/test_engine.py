@@ -401,3 +401,14 @@ def test_sample_and_next_token(model: GPT) -> None:
             got.append(int(token))
             pos, x = pos[-1:] + 1, token.view(1, 1)
     assert got == expected.tolist()
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_sinks_go_on_where_there_are_positions(learned: bool) -> None:
+    """Rotary positions never end, learned ones do."""
+    model = random_model(learned_positions=learned, rotary_percentage=0.0 if learned else 1.0)
+    size = model.config.block_size
+    engine = Engine(model, kv_cache="sinks:2+6")
+    (result,) = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=size, temperature=0))
+    expected = (size - 3, "context") if learned else (size, "length")
+    assert (len(result.token_ids), result.finish_reason) == expected

@@ -83,7 +83,8 @@ class Engine:
         if prefix_store is not None:
             prefix_store.bind(model)
         self.speculation = speculation
-        context = UNBOUNDED if CacheKind.parse(kv_cache).policy == "sinks" else model.max_seq_length
+        endless = CacheKind.parse(kv_cache).policy == "sinks" and not model.config.learned_positions
+        context = UNBOUNDED if endless else model.max_seq_length
         if max_length is not None and not 0 < max_length <= context:
             raise UserError(f"a cache of {max_length} tokens was asked for, the model's context is {context}")
         self.context = max_length or context
