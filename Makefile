@@ -15,6 +15,8 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint $(VENV)/constraints.txt
+# A process a core, up to 8, each with the tests of one file at a time.
+PARALLEL ?= --numprocesses logical --maxprocesses 8 --dist loadfile
 QUESTION := Explain in one sentence what a language model is.
 
 .DEFAULT_GOAL := help
@@ -30,10 +32,10 @@ demo: $(VENV)/.demo
 
 test: lint
 	@$(BIN)/python -m litgpt.scripts.demo > /dev/null
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-fast: $(VENV)/.test
-	@$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+	@$(BIN)/python -m pytest -m 'not slow' $(PARALLEL) $(ARGS)
 
 lint: $(VENV)/.test
 	@$(BIN)/ruff check

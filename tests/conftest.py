@@ -12,6 +12,8 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.pop("HF_TOKEN", None)
+if "PYTEST_XDIST_WORKER" in os.environ:  # one of several processes that share the cores
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ GEMMA3_270M = PackagedModel(
     megabytes=240,
 )
 
-torch.set_num_threads(min(2, os.cpu_count() or 1))
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
 
 
 @pytest.fixture(autouse=True)

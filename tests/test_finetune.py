@@ -270,8 +270,8 @@ def test_under_a_kv_cache(run: Command, method: str) -> None:
             torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=0)
     losses = [[float(row["loss"]) for row in rows(out) if row.get("loss")] for out in (straight, cached)]
     assert losses[0] == pytest.approx(losses[1], abs=0.1 if dropout else 1e-4)
-    evicting = run(method, *flags, "--kv_cache", "h2o:8", "--chunk_size", "8", name="c")
-    assert [float(row["loss"]) for row in rows(evicting) if row.get("loss")] != losses[1]
+    narrow = run(method, *flags, "--kv_cache", "window:4", "--chunk_size", "8", name="c")
+    assert [float(row["loss"]) for row in rows(narrow) if row.get("loss")] != losses[1]
 
 
 @pytest.mark.parametrize("mode", ["block", "selective"])
@@ -290,8 +290,11 @@ def test_on_a_quantized_base(run: Command, method: str, quantize: str) -> None:
     pytest.importorskip(quantize.split(".")[0].replace("bnb", "bitsandbytes"))
     out = run(method, "--train.epochs", "4", "--quantize", quantize, "--precision", "32-true")
     losses = [float(row["loss"]) for row in rows(out) if row.get("loss")]
-    assert losses[-1] < losses[0] - 0.1
-    assert read(out / "final" / FILES[method])["model"]
+    assert method == "adapter" or losses[-1] < losses[0] - 0.1  # its gate opens slowly
+    first = {"lora": "lora_B", "adapter": "gating_factor", "adapter_v2": "adapter_bias"}[method]
+    learnt = {name: t for name, t in read(out / "final" / FILES[method])["model"].items() if name.endswith(first)}
+    assert learnt
+    assert all(tensor.abs().max() > 1e-3 for tensor in learnt.values())  # all were zero
 
 
 def test_frozen_weights_are_held_in_16_bits(base: Path) -> None:
@@ -304,6 +307,23 @@ def test_frozen_weights_are_held_in_16_bits(base: Path) -> None:
     model = load_for_training(method, base, "bf16-mixed", torch.device("cpu"), config=settings)
     dtypes = {(p.requires_grad, p.dtype) for p in model.parameters()}
     assert dtypes == {(False, torch.bfloat16), (True, torch.float32)}
+
+
+@pytest.mark.parametrize("option", [{"use_dora": True}, {"lora_init": "pissa"}])
+def test_what_starts_from_the_weights_is_not_rounded(base: Path, option: dict[str, Any]) -> None:
+    """Under 16 bits too, training starts from the base itself."""
+    from litgpt import lora
+    from litgpt.train.command import load_for_training
+    from litgpt.train.method import Method
+
+    method = Method("lora", lora.GPT, "x", lora.mark_only_lora_as_trainable, lambda model: {})
+    settings = {"lora_r": 2, "lora_query": True, **option}
+    model = load_for_training(method, base, "bf16-mixed", torch.device("cpu"), config=settings)
+    for layer in lora.lora_layers(model):
+        if layer.active:
+            own = torch.cat(layer._updated_parts(layer.holder.weight.float()), dim=-2)
+            whole = torch.cat(layer._updated_parts(layer.adapted_weight()), dim=-2)
+            torch.testing.assert_close(whole, own, atol=0, rtol=1e-6)
 
 
 def test_the_result_generates(run: Command, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,7 @@ from litgpt.errors import UsageError, UserError
 from litgpt.generate.loading import autocast_dtype
 from litgpt.kvcache import ReplayCache
 from litgpt.quantize import check_quantization, load_quantized
+from litgpt.peft import VariantGPT, reset_added, variant_filter
 from litgpt.runtime import num_parameters, weight_dtype
 from litgpt.tokenizer import Tokenizer
 from litgpt.train.batches import dataset_of, lengths_of
@@ -227,7 +228,9 @@ def load_for_training(
     options: dict[str, Any] = {"gpt_class": method.gpt_class, "dtype": held, "device": device, **(config or {})}
     model = load_model(path, **options) if quantize is None else load_quantized(path, quantize, **options)
     method.mark_trainable(model)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad or (isinstance(model, VariantGPT) and variant_filter(model, name)):
             parameter.data = parameter.data.to(learnt)
+    if isinstance(model, VariantGPT) and held != learnt:
+        reset_added(model)  # DoRA and PiSSA start from numbers that must not be rounded
     return model
