@@ -65,6 +65,7 @@ COMMANDS = {
     "convert_from_litgpt": Command(
         "litgpt.scripts.convert_lit_checkpoint:convert_lit_checkpoint", "Write a model as a Hugging Face folder."
     ),
+    "convert_to_gguf": Command("litgpt.scripts.convert_to_gguf:convert_to_gguf", "Write a model as one .gguf file."),
     "convert_pretrained_checkpoint": Command(
         "litgpt.scripts.convert_pretrained_checkpoint:convert_pretrained_checkpoint",
         "Keep only the model of a checkpoint that training can resume from.",

@@ -173,7 +173,7 @@ def export_hf(
         UserError: tensors that the family has no name for, or somebody else's weights in `out_dir`.
     """
     state = weights.state_dict() if isinstance(weights, nn.Module) else weights
-    links, infos = _plan_export(state, config)
+    infos, assemble = as_hf(state, config)
     shards = _split(infos, shard_size)
     names = _shard_names(len(shards))
     out_dir = Path(out_dir)
@@ -182,7 +182,7 @@ def export_hf(
     with FolderWriter(out_dir) as folder, _progress("writing", total * (1 if torch_file is None else 2)) as counted:
 
         def get(name: str) -> Tensor:
-            return counted(_assemble(links[name], infos[name], state))
+            return counted(assemble(name))
 
         folder.forget(name for name in _weight_files(out_dir) if name not in names)
         for name, shard in zip(names, shards, strict=True):
@@ -256,8 +256,19 @@ def _infos(state: Mapping[str, Tensor]) -> dict[str, TensorInfo]:
     return {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
 
 
-def _plan_export(state: Mapping[str, Tensor], config: Config) -> tuple[dict[str, list[Link]], dict[str, TensorInfo]]:
-    """Return what each of their tensors is made of, and its shape and dtype."""
+def as_hf(state: Mapping[str, Tensor], config: Config) -> tuple[dict[str, TensorInfo], Callable[[str], Tensor]]:
+    """A state dict under the names and in the layout of Hugging Face.
+
+    Args:
+        state: of the plain model.
+        config: its architecture.
+
+    Returns:
+        Shape and dtype of every tensor there, and what puts one together, by name.
+
+    Raises:
+        UserError: tensors that the family has no name for.
+    """
     table = table_for(config.family)
     links: dict[str, list[Link]] = {}
     infos: dict[str, TensorInfo] = {}
@@ -277,7 +288,7 @@ def _plan_export(state: Mapping[str, Tensor], config: Config) -> tuple[dict[str,
             f"a Hugging Face model of the type {config.family!r} has no place for: {summarize(unknown)}",
             "export the plain model; merge a LoRA model first",
         )
-    return links, infos
+    return infos, lambda name: _assemble(links[name], infos[name], state)
 
 
 def _assemble(links: list[Link], info: TensorInfo, state: Mapping[str, Tensor]) -> Tensor:

@@ -335,7 +335,8 @@ def _factors(facts: _Facts, name: str) -> list[float]:
 def _scaling_from_factors(facts: _Facts, factors: list[float]) -> dict[str, Any]:
     """Find the "llama3" parameters behind the factors; others are given as "longrope", which lists them."""
     llama3 = {"rope_type": "llama3", "factor": _tidy(max(factors)), **LLAMA3_ROPE}
-    if np.allclose(factors, _llama3_factors(facts, llama3), rtol=1e-4):
+    size = facts.count("rope.dimension_count", facts.head_size)
+    if np.allclose(factors, llama3_factors(size, facts.number("rope.freq_base", ROPE_BASE), llama3), rtol=1e-4):
         return llama3
     return {
         "rope_type": "longrope",
@@ -346,10 +347,15 @@ def _scaling_from_factors(facts: _Facts, factors: list[float]) -> dict[str, Any]
     }
 
 
-def _llama3_factors(facts: _Facts, scaling: dict[str, Any]) -> np.ndarray:
-    """By what "llama3" divides each frequency: not at all the fast ones, by `factor` the slow ones."""
-    size = facts.count("rope.dimension_count", facts.head_size)
-    frequencies = facts.number("rope.freq_base", ROPE_BASE) ** -(np.arange(0, size, 2) / size)
+def llama3_factors(size: int, base: float, scaling: dict[str, Any]) -> np.ndarray:
+    """By what "llama3" divides each frequency: not at all the fast ones, by `factor` the slow ones.
+
+    Args:
+        size: rotated elements of a head.
+        base: of the frequencies.
+        scaling: the `rope_scaling` of config.json.
+    """
+    frequencies = base ** -(np.arange(0, size, 2) / size)
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     share = np.clip((turns - low) / (high - low), 0.0, 1.0)

@@ -55,7 +55,8 @@ def to_hf(config: Config) -> dict[str, Any]:
     out["vocab_size"] = config.padded_vocab_size
     out |= _activation(config, arch) | _window(config, arch) | _rope(config, arch)
     again = Config.from_hf(out)
-    lost = [name for name in _architecture(config) if _architecture(config)[name] != _architecture(again)[name]]
+    wanted, found = architecture_fields(config), architecture_fields(again)
+    lost = [name for name in wanted if wanted[name] != found[name]]
     if lost:
         raise UserError(
             f"no config.json of the type {family!r} says what this model has: {', '.join(lost)}",
@@ -64,7 +65,7 @@ def to_hf(config: Config) -> dict[str, Any]:
     return out
 
 
-def _architecture(config: Config) -> dict[str, Any]:
+def architecture_fields(config: Config) -> dict[str, Any]:
     """The fields that decide what the model computes, in one spelling."""
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(Config)}
     fields["rope_adjustments"] = {k: v for k, v in (config.rope_adjustments or {}).items() if k != "rope_type"}
