@@ -253,7 +253,7 @@ def _rows() -> dict[str, Row]:
 
 ROWS = _rows()
 NAMES = list(ROWS)
-WINDOWED = ("qwen2_window", "mistral_window", "gemma2", "gemma3_text", "gpt_oss")
+WINDOWED = ("qwen2_window", "mistral_window", "gemma2", "gemma3_text", "gpt_oss", "cohere2", "exaone4", "olmo3")
 
 
 def tiny_hf_config(name: str, **overrides: Any) -> Any:
