@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 ModelT = TypeVar("ModelT", bound="GPT")
 
+_LARGEST = 2**30  # of any size in a configuration
 EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"
 
 
@@ -65,6 +66,7 @@ def plan_import(source: Source, config: Config) -> Plan:
         UserError: tensors that no rule knows, that are missing, or whose shape does not fit, all in one message.
     """
     table, infos = source.table(config), source.tensors()
+    _refuse_impossible(source, config)
     links, unexpected = _link(table, infos, config)
     config = _adapt(config, source, links)
     expected = plain_state(config)
@@ -79,6 +81,19 @@ def plan_import(source: Source, config: Config) -> Plan:
     used = [infos[name] for name in links]
     _refuse_quantized(source, used)
     return Plan(config, links, main_dtype(used))
+
+
+def _refuse_impossible(source: Source, config: Config) -> None:
+    """Refuse sizes that no model has, before a model of them is described: that alone would take hours or overflow."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, int) and value > _LARGEST:
+            raise UserError(f"{source.path}: {field.name} is {value:.1e}", "is the configuration damaged?")
+    if config.n_layer > len(source.tensors()):
+        raise UserError(
+            f"{source.path} says that it has {config.n_layer} layers, but holds only {len(source.tensors())} tensors",
+            "is the configuration damaged?",
+        )
 
 
 def _link(table: Table, infos: Mapping[str, TensorInfo], config: Config) -> tuple[dict[str, list[Link]], list[str]]:
