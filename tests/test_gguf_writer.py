@@ -142,6 +142,7 @@ TEXTS = [
     "123 456",
     "<|im_start|>user",
     "<s>x",
+    " a b",  # two merges compete
     "",
 ]
 
