@@ -27,7 +27,7 @@ from litgpt.checkpoint.writers import write_state_dict
 from litgpt.config import Config
 from litgpt.errors import UserError
 from litgpt.model import GPT
-from tests import tiny_text
+from tests import tiny_finetuned, tiny_text
 from tests.tiny import random_ids, save_tiny
 
 transformers = pytest.importorskip("transformers")
@@ -263,6 +263,25 @@ def test_model_of_a_training_checkpoint(prefix: str, tmp_path: Path) -> None:
     main(["convert_from_litgpt", str(tmp_path / "run"), str(tmp_path / "hf")])  # with the optimizer still beside it
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
     assert (logits(back) - logits(model.eval())).abs().max() <= 1e-4
+
+
+def test_merged_lora(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From finetuning to transformers; a LoRA alone is told from a model."""
+    llama = {"mlp_class_name": "LLaMAMLP", "norm_class_name": "RMSNorm", "parallel_residual": False, "bias": False}
+    tiny_finetuned.write_base(tmp_path / "base", family="llama", intermediate_size=48, **llama)
+    model = tiny_finetuned.write_finetuned("lora", tmp_path / "base", tmp_path / "final")
+    with pytest.raises(UserError, match="without its base"):
+        convert_from_litgpt(tmp_path / "final", tmp_path / "hf")
+    main(["show", str(tmp_path / "final")])
+    assert "lit_model.pth.lora, put on this checkpoint" in capsys.readouterr().out
+    main(["merge_lora", str(tmp_path / "final")])
+    main(["convert_from_litgpt", str(tmp_path / "final"), str(tmp_path / "hf")])
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
+    assert (logits(back) - logits(model)).abs().max() <= 1e-4
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hf").chat_template
+    tiny_finetuned.write_finetuned("adapter", tmp_path / "base", tmp_path / "adapter")
+    with pytest.raises(UserError, match="no place"):
+        convert_from_litgpt(tmp_path / "adapter", tmp_path / "nothing")
 
 
 # What people do wrong
