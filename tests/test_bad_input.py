@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import pickle
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from litgpt.__main__ import COMMANDS, main
+from litgpt.cli import load
 from litgpt.errors import UserError
 from tests import tiny_text
 from tests.tiny import save_tiny
@@ -287,7 +289,8 @@ def test_validate_reports_and_fails(folder: Path, capfd: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize("command", sorted(name for name in COMMANDS if name not in ("version", "download")))
 def test_every_command_explains_a_missing_path(fails: Fails, tmp_path: Path, command: str) -> None:
-    paths = [tmp_path / "nothing"] * (2 if command == "generate_speculatively" else 1)
+    parameters = inspect.signature(load(COMMANDS[command].target)).parameters.values()
+    paths = [tmp_path / "nothing" for parameter in parameters if parameter.default is parameter.empty]
     error, _ = fails(command, *paths)
     assert "does not exist" in error
 
