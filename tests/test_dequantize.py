@@ -19,6 +19,7 @@ from litgpt.checkpoint.export import convert_from_litgpt, convert_to_litgpt
 from litgpt.checkpoint.hub import _check_config
 from litgpt.checkpoint.source import open_source
 from litgpt.errors import UserError
+from tests.test_show import report
 from tests.tiny import random_ids, save_tiny, tiny_hf_model
 
 transformers = pytest.importorskip("transformers")
@@ -97,9 +98,10 @@ def test_fp8_like_transformers(tmp_path: Path) -> None:
     assert_same_logits(ours, theirs.float())
 
 
-def test_fp8_is_converted_and_exported_plain(tmp_path: Path) -> None:
+def test_fp8_is_shown_converted_and_exported_plain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_tiny("llama", tmp_path / "in")
     quantize_fp8(tmp_path / "in", (4, 4))
+    assert "4 heads of 10" in report(tmp_path / "in", capsys)["attention"]
     convert_from_litgpt(tmp_path / "in", tmp_path / "out")
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
     model = load_model(tmp_path / "in")

@@ -302,6 +302,10 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"already holds weights: .*model\.safetensors"):
         convert_from_litgpt(tmp_path / "run", tmp_path / "hf")
     assert (tmp_path / "hf" / "model.safetensors").is_file()
+    (tmp_path / "parts" / "lit_model.pth").mkdir(parents=True)
+    with pytest.raises(UserError, match="is a folder: training on several devices") as caught:
+        extract_pretrained(tmp_path / "parts", tmp_path / "out")
+    assert "fabric consolidate" in caught.value.hint
     (tmp_path / "lora").mkdir()
     torch.save({"model": {}}, tmp_path / "lora" / "lit_model.pth.lora")
     with pytest.raises(UserError, match="without its base") as caught:
