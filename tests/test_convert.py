@@ -28,7 +28,7 @@ from litgpt.checkpoint.writers import write_safetensors
 from litgpt.config import Config
 from litgpt.errors import UserError
 from litgpt.model import GPT, Layers
-from tests.tiny import NAMES, random_ids, save_tiny
+from tests.tiny import NAMES, random_ids, randomize, save_tiny, tiny_hf_config
 
 transformers = pytest.importorskip("transformers")
 
@@ -520,6 +520,26 @@ def test_text_part_of_a_multi_modal_config(tmp_path: Path) -> None:
     assert_same_logits(model, theirs)
     export_copy(model, tmp_path, tmp_path / "out")
     assert_same_state(theirs, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("kind", ["Gemma3", "Mistral3"])
+def test_language_model_of_a_vision_model(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What transformers writes for the whole; the encoder of images is named as left out."""
+    name = {"Gemma3": "gemma3_text", "Mistral3": "mistral_window"}[kind]
+    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {"model_type": {"Gemma3": "siglip_vision_model", "Mistral3": "pixtral"}[kind], "image_size": 28}
+    whole = getattr(transformers, f"{kind}Config")(
+        text_config=tiny_hf_config(name).to_dict(), vision_config=vision | sizes | {"patch_size": 14}
+    )
+    theirs = getattr(transformers, f"{kind}ForConditionalGeneration")(whole).float().eval()
+    randomize(theirs)
+    theirs.save_pretrained(tmp_path)
+    with caplog.at_level(logging.INFO, "litgpt"):
+        model = load_model(tmp_path)
+    assert "not part of the language model, left out: " in caplog.text
+    assert "vision_tower" in caplog.text
+    assert "multi_modal_projector" in caplog.text
+    assert_same_logits(model, theirs)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma3_text"])
