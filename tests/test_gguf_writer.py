@@ -121,6 +121,7 @@ def test_types_of_the_weights(kind: str, tmp_path: Path) -> None:
     assert types["blk.0.attn_q.weight"] == kind
     assert types["blk.0.ffn_down.weight"] == ("F16" if kind == "Q8_0" else kind)
     assert types["blk.0.attn_norm.weight"] == "F32"
+    assert gguf.LlamaFileType(file.metadata["general.file_type"]).name == f"MOSTLY_{kind}"
     for name, tensor in expected.items():
         if kind == "Q8_0" and tensor.ndim > 1 and "down" not in name:
             largest = tensor.unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True)

@@ -79,7 +79,7 @@ def write_gguf(path: Path, out_file: Path, weight_type: WeightType = "Q8_0") -> 
         factors = _rope_factors(config)
         metadata = _metadata(config)
         _check(metadata, tensors, factors, config)
-        metadata |= _vocabulary(path, config)
+        metadata |= _file_type(weight_type) | _vocabulary(path, config)
         with atomic_write(out_file) as temporary:
             _write(temporary, metadata, tensors, factors, get)
 
@@ -203,6 +203,14 @@ def _metadata(config: Config) -> dict[str, Any]:
     own |= _scaling(config)
     general = {"general.architecture": arch, "general.name": config.name or "unnamed"}
     return general | {f"{arch}.{key}": value for key, value in own.items() if value is not None}
+
+
+def _file_type(weight_type: str) -> dict[str, Any]:
+    """What most tensors are stored in, for programs that list files."""
+    from gguf import GGML_QUANT_VERSION, LlamaFileType
+
+    name = "ALL_F32" if weight_type == "F32" else f"MOSTLY_{weight_type}"
+    return {"general.file_type": LlamaFileType[name].value, "general.quantization_version": GGML_QUANT_VERSION}
 
 
 def _scaling(config: Config) -> dict[str, Any]:
