@@ -71,6 +71,29 @@ def accuracy(
     return {task: statistics.mean(values) for task, values in scores.items()}
 
 
+def compare_with_peft(checkpoint: Path, folder: Path, adapter: Path, problems: Sequence[dict[str, Any]]) -> str:
+    """Greedy answers of this package beside those of transformers and peft, from the same adapter."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    loaded = load(checkpoint, adapter=adapter, precision="32-true")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), adapter)
+    params = SamplingParams(max_new_tokens=24, temperature=0.0)
+    stops = sorted(loaded.tokenizer.stop_ids)
+    same = 0
+    for problem in problems:
+        prompt = loaded.encode(problem["entry"]["question"])
+        (ours,) = loaded.engine().generate([prompt], params)
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, eos_token_id=stops
+        )
+        theirs = [index for index in out[0, len(prompt) :].tolist() if index not in stops]
+        same += ours.text == loaded.tokenizer.decode(torch.tensor(theirs))
+    return f"{same} of {len(problems)} answers are the same text in transformers + peft"
+
+
 def dialogues() -> Iterator[list[dict[str, str]]]:
     """The English conversations of the corpus, as messages."""
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(download_wheel(DIALOGUES, Path(folder))) as wheel:
@@ -115,6 +138,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--checkpoint", type=Path, help="default: the demo model")
     parser.add_argument("--python", help="of the environment with reasoning-gym")
+    parser.add_argument("--hf", type=Path, help="the checkpoint as a Hugging Face folder: compare with peft as well")
     parser.add_argument("--tasks", nargs="+", default=["problems", "dialogues"], choices=["problems", "dialogues"])
     parser.add_argument("--train", type=int, default=2000, help="problems to learn from")
     parser.add_argument("--test", type=int, default=240, help="problems to be tested with, others")
@@ -142,7 +166,10 @@ def main() -> None:
         )
         for task, value in before.items():
             say(f"| {task} | {value:.1%} | {after[task]:.1%} |\n")
-        say("\n" + "\n".join(report(out, peak)) + "\n\n")
+        say("\n" + "\n".join(report(out, peak)) + "\n")
+        if args.hf is not None:
+            say(compare_with_peft(checkpoint, args.hf, out / "final", held_out[:20]) + "\n")
+        say("\n")
     if "dialogues" in args.tasks:
         data, out = args.out / "dialogues.jsonl", args.out / "dialogues"
         found = [{"messages": messages} for messages in dialogues()]
