@@ -25,8 +25,8 @@ from litgpt.data import Alpaca
 from litgpt.errors import UsageError, UserError
 from litgpt.generate.loading import autocast_dtype
 from litgpt.kvcache import ReplayCache
-from litgpt.quantize import check_quantization, load_quantized
 from litgpt.peft import VariantGPT, reset_added, variant_filter
+from litgpt.quantize import check_quantization, load_quantized
 from litgpt.runtime import num_parameters, weight_dtype
 from litgpt.tokenizer import Tokenizer
 from litgpt.train.batches import dataset_of, lengths_of
