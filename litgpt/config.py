@@ -295,7 +295,9 @@ class Config:
         if (path / "model_config.yaml").is_file():
             return cls.from_file(path / "model_config.yaml", **kwargs)
         if (path / "config.json").is_file():
-            return cls.from_hf(path, **kwargs)
+            from litgpt.checkpoint.dequantize import read_config
+
+            return read_config(path, cls, **kwargs)  # of fp8 and mxfp4 too
         from litgpt.families.registry import find
 
         if path.is_dir() and find(path.name) is not None:

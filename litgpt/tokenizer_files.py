@@ -111,7 +111,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(_read_text(path))
-    except json.JSONDecodeError as ex:
+    except (json.JSONDecodeError, RecursionError) as ex:
         raise UserError(f"{path} is not valid JSON: {ex}", "download it again") from ex
     if not isinstance(content, dict):
         raise UserError(f"{path} must hold a JSON object, not {type(content).__name__}")
@@ -129,7 +129,7 @@ def _read_tolerantly(path: Path) -> dict[str, Any]:
     text = re.sub(r",(\s*[\]}])", r"\1", text)
     try:
         content = json.loads(text)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -18,6 +18,7 @@ from litgpt.checkpoint.dequantize import find_dequantizer
 from litgpt.checkpoint.export import convert_from_litgpt, convert_to_litgpt
 from litgpt.checkpoint.hub import _check_config
 from litgpt.checkpoint.source import open_source
+from litgpt.config import Config
 from litgpt.errors import UserError
 from tests.test_show import report
 from tests.tiny import random_ids, save_tiny, tiny_hf_model
@@ -73,6 +74,7 @@ def test_fp8(name: str, block: tuple[int, int] | None, tmp_path: Path) -> None:
     theirs = save_tiny(name, tmp_path)
     weights = quantize_fp8(tmp_path, block)
     model = load_model(tmp_path)
+    assert Config.from_checkpoint(tmp_path) == model.config
     with open_source(tmp_path) as source:
         assert source.tensors().keys() == weights.keys()
         assert source.nbytes_stored() < sum(tensor.nbytes for tensor in weights.values())

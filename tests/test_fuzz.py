@@ -106,7 +106,7 @@ def test_config_with_wrong_values(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", "3", '"x"', "[" * 500, "\ufeff{}", "\x00", '{"model_type": 3}']
+    "text", ["", "{", "[]", "null", "3", '"x"', "[" * 500, "[" * 5000, "\ufeff{}", "\x00", '{"model_type": 3}']
 )
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", "generation_config.json", "tokenizer.json"])
 def test_other_content(file: str, text: str, folder: Path) -> None:
