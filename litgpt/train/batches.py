@@ -27,7 +27,7 @@ from litgpt.train.loss import IGNORE_INDEX as IGNORE
 from litgpt.train.packing import pack, plan_packs, waste
 
 Packing = Literal["auto", "none", "bucket", "pack"]
-AUTO_WASTE = 0.1  # share of padding from which on joining samples is taken to be faster
+AUTO_WASTE = 0.02  # share of padding from which on joining is faster: extensions/benchmark/packing.py, on a CPU
 AUTO_STEPS = 20  # steps that are looked at for it
 
 
