@@ -90,7 +90,8 @@ class _PieceDecoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._before: list[int] = []  # decoding starts with these, the last visible ones, not at the beginning
+        self._visible: list[int] = []  # the last tokens that are text on their own
+        self._before: list[int] = []  # decoding starts with these, the visible ones and the last, not at the beginning
         self._known = ""  # their text
         self._run: list[int] = []  # byte tokens that wait for the end of their run
 
@@ -105,7 +106,7 @@ class _PieceDecoder:
 
     def finish(self) -> str:
         rest = self._release_run()
-        self._before, self._known = [], ""
+        self._visible, self._before, self._known = [], [], ""
         return rest
 
     def _release_run(self) -> str:
@@ -116,9 +117,10 @@ class _PieceDecoder:
         text = self._tokenizer.decode([*self._before, *ids])[len(self._known) :]
         alone = self._tokenizer.decode(ids)
         if alone:
-            self._before, self._known = ids, alone
-        elif not self._known:  # leading spaces are dropped, how many depends on the library: keep them all
-            self._before = [*self._before, *ids]
+            self._visible, self._before, self._known = ids, ids, alone
+        else:  # spaces: the first ones are dropped, how many depends on the library; others part two runs of bytes
+            self._before = [*(self._visible or self._before), *ids]
+            self._known = self._tokenizer.decode(self._before)
         return text
 
     def _piece(self, index: int) -> str | None:

@@ -94,9 +94,23 @@ class WrappedLinear(nn.Module):
 
 
 def dense_weight(linear: nn.Module) -> Tensor:
-    """The weight `(n_out, n_in)` of a linear map, or `(E, n_out, n_in)` of experts, unpacked if it is quantized."""
-    weight = linear.weight
-    return cast(Any, weight).dense() if isinstance(weight, nn.Module) else weight
+    """The weight `(n_out, n_in)` of a linear map, unpacked if it is stored in few bits (bitsandbytes, torchao).
+
+    Raises:
+        ValueError: it is stored in a way that is not known here.
+    """
+    if isinstance(linear.weight, nn.Module):  # of experts
+        return cast(Any, linear.weight).dense()
+    weight: Tensor = linear.weight
+    if (state := getattr(weight, "quant_state", None)) is not None:
+        from bitsandbytes.functional import dequantize_4bit
+
+        return dequantize_4bit(weight.data, state)
+    if type(weight) not in (Tensor, nn.Parameter) and hasattr(weight, "dequantize"):
+        weight = weight.dequantize()
+    if not weight.is_floating_point():
+        raise ValueError(f"a weight stored as {weight.dtype} cannot be read: load the base without --quantize")
+    return weight
 
 
 def variant_filter(model: VariantGPT, key: str) -> bool:

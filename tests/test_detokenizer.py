@@ -47,6 +47,14 @@ def test_stream_equals_whole_for_any_tokens(any_tokenizer: Tokenizer, data: st.D
     assert "".join(parts) == any_tokenizer.decode(torch.tensor(ids))
 
 
+@pytest.mark.parametrize("pieces", [["<0x80>", "▁", "<0x00>", "▁", "▁", "<0xC3>", "<0xA9>"], ["▁", "▁", "<0x00>"]])
+def test_a_space_parts_runs_of_bytes(any_tokenizer: Tokenizer, pieces: list[str]) -> None:
+    vocabulary = any_tokenizer.vocabulary
+    ids = [vocabulary[piece] for piece in pieces if piece in vocabulary]
+    decoder = StreamDecoder(any_tokenizer)
+    assert "".join(map(decoder.push, ids)) + decoder.finish() == any_tokenizer.decode(ids)
+
+
 @given(text=st.text())
 @settings(max_examples=200, deadline=None)
 def test_stream_of_any_text(any_tokenizer: Tokenizer, text: str) -> None:

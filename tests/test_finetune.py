@@ -261,13 +261,14 @@ def test_precision(run: Command, base: Path, tmp_path: Path, method: str, precis
 @pytest.mark.parametrize("method", METHODS)
 def test_under_a_kv_cache(run: Command, method: str) -> None:
     """A cache that keeps everything changes nothing but memory and time."""
-    flags = ("--train.max_steps", "3", "--precision", "32-true")
+    # AdamW would make a step of a rounding error
+    flags = ("--train.max_steps", "3", "--precision", "32-true", "--optimizer", "SGD", "--optimizer.lr", "0.1")
     straight, cached = run(method, *flags), run(method, *flags, "--kv_cache", "dense", "--chunk_size", "8", name="b")
     found, expected = (read(out / "final" / FILES[method])["model"] for out in (cached, straight))
     dropout = method == "lora"  # drawn in other places of the chunks
     for name, tensor in expected.items():
         if not dropout:
-            torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=0)
+            torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=0)
     losses = [[float(row["loss"]) for row in rows(out) if row.get("loss")] for out in (straight, cached)]
     assert losses[0] == pytest.approx(losses[1], abs=0.1 if dropout else 1e-4)
     narrow = run(method, *flags, "--kv_cache", "window:4", "--chunk_size", "8", name="c")
