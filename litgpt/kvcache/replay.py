@@ -27,6 +27,7 @@ from litgpt.attention import KVView, Step
 from litgpt.errors import UserError
 from litgpt.kvcache.base import LayerCache, LayerSpec
 from litgpt.kvcache.cache import KVCache
+from litgpt.kvcache.registry import EXACT
 from litgpt.kvcache.storage import PlainStore
 
 NEVER = 2**62  # later than any position
@@ -114,6 +115,10 @@ class ReplayLayer(LayerCache):
         ]
         parts = [torch.cat((old, new), dim=2) for old, new in zip(self._old, self._new, strict=True)]
         values = parts[0][..., : self.spec.v_dim] if v is None else parts[1]
+        spec = self.decider.spec
+        if spec.policy in EXACT:  # positions alone decide: all groups see the same, and so do layers of one kind
+            pos, n_groups = pos[:, :1], 1
+            self._rules["key"] = ("replay", spec.policy, spec.window, spec.n_sink, spec.slots)
         pos = torch.cat((pos, step.pos.unsqueeze(1).expand(n_batch, n_groups, -1)), dim=2)
         return KVView(parts[0], values, pos, **self._rules)
 

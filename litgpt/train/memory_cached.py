@@ -11,6 +11,7 @@ import torch
 from litgpt.attention import KVView, Step
 from litgpt.config import Config
 from litgpt.kvcache import ReplayCache
+from litgpt.kvcache.registry import EXACT
 from litgpt.kvcache.replay import ReplayLayer
 
 
@@ -62,7 +63,8 @@ class _Layer:
         new = [k] if v is None else [k, v]
         parts = [torch.cat((old, part), dim=2) for old, part in zip(self.old, new, strict=True)]
         values = parts[0][..., : self.spec.v_dim] if v is None else parts[1]
-        pos = torch.zeros(*k.shape[:2], parts[0].size(2), dtype=torch.long)
+        n_groups = 1 if self.spec.policy in EXACT else k.size(1)
+        pos = torch.zeros(k.size(0), n_groups, parts[0].size(2), dtype=torch.long)
         return KVView(
             parts[0], values, pos, None, self.spec.n_sink, None, self.spec.window, self.spec.policy == "sinks"
         )
