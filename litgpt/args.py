@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from litgpt.errors import UserError
 
+CHUNK_SIZE = 1024  # tokens that go through a KV cache at once while training
+
 
 @dataclass
 class TrainArgs:

@@ -44,17 +44,20 @@ def train(base: Path, out: Path, method: str, *args: str) -> Path:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="gloo on Windows needs its own set-up")
 @pytest.mark.parametrize(
-    ("method", "strategy", "file"),
+    ("method", "strategy", "file", "flags"),
     [
-        ("full", "ddp", "lit_model.pth"),
-        ("full", "fsdp", "lit_model.pth"),
-        ("lora", "auto", "lit_model.pth.lora"),
-        ("adapter_v2", "fsdp", "lit_model.pth.adapter_v2"),
+        ("full", "ddp", "lit_model.pth", ()),
+        ("full", "fsdp", "lit_model.pth", ()),
+        ("lora", "auto", "lit_model.pth.lora", ()),
+        ("adapter_v2", "fsdp", "lit_model.pth.adapter_v2", ()),
+        ("lora", "ddp", "lit_model.pth.lora", ("--kv_cache", "window:4", "--chunk_size", "8")),
     ],
 )
-def test_two_processes_equal_one(base: Path, tmp_path: Path, method: str, strategy: str, file: str) -> None:
+def test_two_processes_equal_one(
+    base: Path, tmp_path: Path, method: str, strategy: str, file: str, flags: tuple[str, ...]
+) -> None:
     """20 samples in groups of 8: in the tail of 4, and where samples are joined, a process may have nothing to do."""
-    extra = ("--lora_dropout", "0") if method == "lora" else ()
+    extra = (*flags, *(("--lora_dropout", "0") if method == "lora" else ()))
     one = train(base, tmp_path / "one", method, *extra)
     two = train(base, tmp_path / "two", method, *extra, "--devices", "2", "--strategy", strategy)
     a, b = (torch.load(folder / "final" / file, weights_only=True)["model"] for folder in (one, two))

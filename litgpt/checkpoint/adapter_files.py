@@ -228,13 +228,16 @@ def base_and_adapter(path: Path) -> tuple[Path, Adapter | None]:
 
 def _warn_of_old_merge(folder: Path) -> None:
     """Say so when the model in a folder was merged from another LoRA than the one beside it."""
-    if not (folder / MERGE_RECORD).is_file():
-        return
+    record = folder / MERGE_RECORD
     try:
-        made_of = json.loads((folder / MERGE_RECORD).read_text(encoding="utf-8"))["lora"].items()
-    except (ValueError, KeyError, AttributeError):
+        merged_at = record.stat().st_mtime_ns
+        made_of = json.loads(record.read_text(encoding="utf-8"))["lora"].items()
+    except (OSError, ValueError, KeyError, AttributeError):
         return
-    changed = [name for name, digest in made_of if (folder / name).is_file() and hash_file(folder / name) != digest]
+    files = {folder / name: digest for name, digest in made_of if (folder / name).is_file()}
+    # Only what was written since is read: a large LoRA should not be, whenever its merge is loaded
+    newer = {path: digest for path, digest in files.items() if path.stat().st_mtime_ns >= merged_at}
+    changed = [path.name for path, digest in newer.items() if hash_file(path) != digest]
     if changed:
         logger.warning(
             "the model in %s was merged before %s changed; `litgpt merge_lora %s` merges again",

@@ -20,10 +20,10 @@ from torch import Tensor
 from litgpt.checkpoint.types import TensorInfo
 from litgpt.config import Config
 from litgpt.errors import UserError
+from litgpt.families.from_hf import QUANTIZATION
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 
-_KEYS = ("quantization_config", "quantization", "compression_config")
 _HINTS = {"bitsandbytes": "use the model that it was made from, with --quantize bnb.nf4 or bnb.int8"}
 _HINT = "use the model that it was made from, with --quantize where memory is short, or a .gguf file of it"
 
@@ -169,7 +169,7 @@ def find_dequantizer(
     """
     text = hf_config.get("text_config")
     places = [hf_config, *([text] if isinstance(text, Mapping) else [])]
-    settings = next((place[key] for place in places for key in _KEYS if place.get(key)), None)
+    settings = next((place[key] for place in places for key in QUANTIZATION if place.get(key)), None)
     if not settings:
         return None
     method = settings.get("quant_method", "?") if isinstance(settings, Mapping) else str(settings)
@@ -213,7 +213,7 @@ def read_config(folder: Path, config_class: type[ConfigT], **overrides: Any) -> 
 
 def without_quantization(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """The `config.json` of the same model with plain weights."""
-    plain = {key: value for key, value in hf_config.items() if key not in _KEYS}
+    plain = {key: value for key, value in hf_config.items() if key not in QUANTIZATION}
     if isinstance(text := plain.get("text_config"), Mapping):
         plain["text_config"] = without_quantization(text)
     return plain

@@ -105,8 +105,8 @@ class OfHead:
         return whole[at.head]
 
     def whole(self, piece: Shape, at: At) -> Shape:
-        """Never asked for: all tensors with a row a head are ours."""
-        raise NotImplementedError
+        """Never asked for: all tensors with a row a head are ours, and theirs are the rows."""
+        raise AssertionError("a tensor with a row for each head is ours, not theirs")
 
 
 @dataclass(frozen=True)

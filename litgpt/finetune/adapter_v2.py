@@ -9,7 +9,7 @@ from typing import Literal
 
 from litgpt.args import EvalArgs, LogArgs, TrainArgs
 from litgpt.data import DataModule
-from litgpt.finetune.defaults import EVAL, LOG, TRAIN, LoggerChoice, Quantize, Strategy
+from litgpt.finetune.defaults import CHUNK_SIZE, EVAL, LOG, TRAIN, LoggerChoice, Quantize, Strategy
 
 
 def setup(
@@ -31,7 +31,7 @@ def setup(
     overwrite: bool = False,
     strategy: Strategy = "auto",
     kv_cache: str | None = None,
-    chunk_size: int = 1024,
+    chunk_size: int = CHUNK_SIZE,
     adapter_prompt_length: int = 10,
     adapter_start_layer: int = 2,
 ) -> None:

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from litgpt.args import EvalArgs, LogArgs, TrainArgs
+from litgpt.args import CHUNK_SIZE, EvalArgs, LogArgs, TrainArgs
 from litgpt.quantize import TrainingQuantization as Quantize
 
-__all__ = ["EVAL", "EVAL_FULL", "LOG", "TRAIN", "LoggerChoice", "Quantize", "Strategy"]
+__all__ = ["CHUNK_SIZE", "EVAL", "EVAL_FULL", "LOG", "TRAIN", "LoggerChoice", "Quantize", "Strategy"]
 
 LoggerChoice = Literal["csv", "tensorboard", "wandb", "mlflow", "litlogger"]
 Strategy = Literal["auto", "ddp", "fsdp"]

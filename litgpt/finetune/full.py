@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from litgpt.args import EvalArgs, LogArgs, TrainArgs
 from litgpt.data import DataModule
-from litgpt.finetune.defaults import EVAL_FULL, LOG, TRAIN, LoggerChoice, Strategy
+from litgpt.finetune.defaults import CHUNK_SIZE, EVAL_FULL, LOG, TRAIN, LoggerChoice, Strategy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,7 +33,7 @@ def setup(
     overwrite: bool = False,
     strategy: Strategy = "auto",
     kv_cache: str | None = None,
-    chunk_size: int = 1024,
+    chunk_size: int = CHUNK_SIZE,
 ) -> None:
     """Finetune all weights of a model.
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from litgpt.args import EvalArgs, LogArgs, TrainArgs
 from litgpt.data import DataModule
-from litgpt.finetune.defaults import EVAL, LOG, TRAIN, LoggerChoice, Quantize, Strategy
+from litgpt.finetune.defaults import CHUNK_SIZE, EVAL, LOG, TRAIN, LoggerChoice, Quantize, Strategy
 
 
 def setup(
@@ -40,7 +40,7 @@ def setup(
     overwrite: bool = False,
     strategy: Strategy = "auto",
     kv_cache: str | None = None,
-    chunk_size: int = 1024,
+    chunk_size: int = CHUNK_SIZE,
     use_rslora: bool = False,
     use_dora: bool = False,
     lora_init: Literal["default", "pissa"] = "default",

@@ -73,6 +73,7 @@ class ReplayLayer(LayerCache):
         self._grads: list[torch.Tensor] | None = None  # of the store's buffers, while replaying
         self._new: list[torch.Tensor] = []  # keys and values of the step
         self._old: list[torch.Tensor] = []  # those it saw of earlier steps, from the slots `_at`
+        self._at: torch.Tensor
 
     def update(self, k: torch.Tensor, v: torch.Tensor | None, step: Step) -> KVView:
         """See `LayerCache.update`."""
@@ -115,12 +116,12 @@ class ReplayLayer(LayerCache):
         ]
         parts = [torch.cat((old, new), dim=2) for old, new in zip(self._old, self._new, strict=True)]
         values = parts[0][..., : self.spec.v_dim] if v is None else parts[1]
-        spec = self.decider.spec
+        spec, key = self.decider.spec, None
         if spec.policy in EXACT:  # positions alone decide: all groups see the same, and so do layers of one kind
             pos, n_groups = pos[:, :1], 1
-            self._rules["key"] = ("replay", spec.policy, spec.window, spec.n_sink, spec.slots)
+            key = ("replay", spec.policy, spec.window, spec.n_sink, spec.slots)
         pos = torch.cat((pos, step.pos.unsqueeze(1).expand(n_batch, n_groups, -1)), dim=2)
-        return KVView(parts[0], values, pos, **self._rules)
+        return KVView(parts[0], values, pos, key=key, **self._rules)
 
     def start(self) -> None:
         """From now on replay; later tokens have contributed nothing yet."""
@@ -234,9 +235,8 @@ class ReplayCache(KVCache):
                 roots = [(value, torch.ones_like(value))] if value.requires_grad else []
                 for layer in self.replay_layers():
                     roots += layer.pending(step)
-                seen = [
-                    layer.seen() for layer in self.replay_layers()
-                ]  # now: blocks may run again in the backward pass
+                # Taken now: blocks whose activations are checkpointed run once more in the backward pass
+                seen = [layer.seen() for layer in self.replay_layers()]
                 if roots:
                     torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
                 for layer, earlier in zip(self.replay_layers(), seen, strict=True):

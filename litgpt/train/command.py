@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from lightning.fabric.strategies import ModelParallelStrategy
 
-from litgpt.args import EvalArgs, LogArgs, TrainArgs
+from litgpt.args import CHUNK_SIZE, EvalArgs, LogArgs, TrainArgs
 from litgpt.checkpoint.convert import load_model
 from litgpt.checkpoint.hub import resolve
 from litgpt.checkpoint.plan import main_dtype
@@ -67,7 +67,7 @@ class Settings:
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     access_token: str | None = None
     kv_cache: str | None = None
-    chunk_size: int = 1024
+    chunk_size: int = CHUNK_SIZE
 
 
 def finetune(method: Method, arguments: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from litgpt.args import EvalArgs, TrainArgs
+from litgpt.args import CHUNK_SIZE, EvalArgs, TrainArgs
 from litgpt.errors import UserError
 from litgpt.generate.loading import autocast_dtype
 from litgpt.train.activation import checkpoint_activations
@@ -70,7 +70,7 @@ def fit(
     resume: Path | None = None,
     tokenizer: Tokenizer | None = None,
     kv_cache: str | None = None,
-    chunk_size: int = 1024,
+    chunk_size: int = CHUNK_SIZE,
 ) -> Path:
     """Train a model and write the folders.
 
@@ -122,7 +122,7 @@ class Run:
         companions: Companions,
         tokenizer: Tokenizer | None = None,
         kv_cache: str | None = None,
-        chunk_size: int = 1024,
+        chunk_size: int = CHUNK_SIZE,
     ) -> None:
         self.fabric, self.method, self.model = fabric, method, model
         self.train_args, self.eval_args, self.seed = train, eval, seed

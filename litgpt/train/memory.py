@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from litgpt.args import CHUNK_SIZE
 from litgpt.errors import UserError
 from litgpt.kvcache.memory import available_bytes, in_words
 from litgpt.train.activation import KEPT, Mode
@@ -110,7 +111,7 @@ def estimate_training(
     checkpointing: Mode = "none",
     autocast: torch.dtype | None = None,
     kv_cache: str | None = None,
-    chunk_size: int = 1024,
+    chunk_size: int = CHUNK_SIZE,
 ) -> MemoryEstimate:
     """What a step takes, without allocating any of it.
 

@@ -53,9 +53,9 @@ class _Layer:
 
     def __init__(self, layer: ReplayLayer, start: int, dtype: torch.dtype) -> None:
         spec = layer.decider.spec
-        self.spec, n_batch, self.seen = spec, layer.until.size(0), min(start, layer.decider.slots)
+        self.spec, n_batch, seen = spec, layer.until.size(0), min(start, layer.decider.slots)
         widths = [spec.k_dim] if spec.alias_v else [spec.k_dim, spec.v_dim]
-        shape = (n_batch, spec.groups, self.seen)
+        shape = (n_batch, spec.groups, seen)
         self.old = [torch.zeros((*shape, width), dtype=dtype, requires_grad=True) for width in widths]
 
     def update(self, k: torch.Tensor, v: torch.Tensor | None, step: Step) -> KVView:
